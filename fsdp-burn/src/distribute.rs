@@ -1,0 +1,239 @@
+//! From one model on rank 0 to blocks on all ranks, one parameter at a time, so that no rank ever holds all of it.
+//!
+//! Each rank has built the model, but Burn initialises a parameter when it is first read. Rank 0 reads one, sends every
+//! rank its block, and drops it before the next; the other ranks never read theirs. So all ranks start from one
+//! model, whatever their random state, and at stage 3 the largest single parameter is all that is ever whole.
+
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
+use burn::tensor::Tensor;
+use bytes::Bytes;
+use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan};
+
+use crate::Error;
+use crate::engine::Engine;
+use crate::gather_op::{GatherOnUse, GatherSite, Use};
+use crate::host;
+use crate::survey::{Entry, emptied, replaced};
+
+/// What one rank holds of every parameter, by plan index.
+pub(crate) struct Distributed {
+    pub(crate) stored: Vec<Bytes>,
+    pub(crate) dtypes: Vec<Dtype>,
+}
+
+/// Sends every managed parameter of rank 0's `model`, and returns the model without their values.
+///
+/// # Errors
+/// If a collective fails, or a parameter has an element type that cannot be reduced.
+pub(crate) fn distribute<M: Module>(
+    model: M,
+    entries: &[Entry],
+    plan: &Plan,
+    control: &dyn Communicator,
+    shard_index: usize,
+) -> Result<(M, Distributed), Error> {
+    let managed = managed(entries, plan);
+    let mut sender = Sender {
+        entries,
+        plan,
+        managed,
+        control,
+        shard_index,
+        next: 0,
+        done: Distributed { stored: Vec::new(), dtypes: Vec::new() },
+        failure: None,
+    };
+    let model = model.map(&mut sender);
+    match sender.failure {
+        Some(error) => Err(error),
+        None => Ok((model, sender.done)),
+    }
+}
+
+/// Puts what the engine stores into the model, and the gather before each use.
+pub(crate) fn attach<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
+    let managed = managed(entries, engine.plan());
+    model.apply_reparameterization(Attacher { managed, engine, next: 0 })
+}
+
+/// Puts what the engine stores into a model that is attached already: after an optimizer step.
+pub(crate) fn refresh<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
+    let managed = managed(entries, engine.plan());
+    model.map(&mut Refresher(Attacher { managed, engine, next: 0 }))
+}
+
+/// For each entry, its index among the plan's parameters.
+fn managed(entries: &[Entry], plan: &Plan) -> Vec<Option<usize>> {
+    let mut next = 0;
+    let index = |entry: &Entry| {
+        let planned = plan.params().get(next).is_some_and(|param| entry.is_param && param.path == entry.path());
+        next += usize::from(planned);
+        planned.then(|| next - 1)
+    };
+    entries.iter().map(index).collect()
+}
+
+struct Sender<'a> {
+    entries: &'a [Entry],
+    plan: &'a Plan,
+    managed: Vec<Option<usize>>,
+    control: &'a dyn Communicator,
+    shard_index: usize,
+    next: usize,
+    done: Distributed,
+    failure: Option<Error>,
+}
+
+impl ModuleMapper for Sender<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let index = self.next;
+        self.next += 1;
+        if self.failure.is_some() {
+            return param;
+        }
+        let sent = match self.managed[index] {
+            Some(managed) => self.send(param, &self.entries[index], managed),
+            None if self.entries[index].is_param => return param,
+            None => self.send_buffer(param, &self.entries[index]),
+        };
+        match sent {
+            Ok(param) => param,
+            Err((param, error)) => {
+                self.failure = Some(error);
+                param
+            }
+        }
+    }
+}
+
+type Sent<const D: usize> = Result<Param<Tensor<D>>, (Param<Tensor<D>>, Error)>;
+
+impl Sender<'_> {
+    fn send<const D: usize>(&mut self, param: Param<Tensor<D>>, entry: &Entry, managed: usize) -> Sent<D> {
+        let value = self.is_root().then(|| param.val());
+        // From here on nothing but `value` holds the parameter, and it is dropped when this function returns.
+        let param = emptied(param);
+        let spec = &self.plan.params()[managed];
+        let result = self.agree_on_dtype(entry, value.as_ref()).and_then(|dtype| {
+            let tag = self.tag(entry);
+            let full = value.map(host::into_bytes);
+            let stored = if self.plan.is_resident(spec) {
+                self.control.broadcast(&tag, 0, full)?
+            } else {
+                self.scatter(&tag, full, spec, dtype)?
+            };
+            Ok((stored, dtype))
+        });
+        match result {
+            Ok((stored, dtype)) => {
+                self.done.stored.push(stored);
+                self.done.dtypes.push(dtype);
+                Ok(param)
+            }
+            Err(error) => Err((param, error)),
+        }
+    }
+
+    /// One scatter over all ranks: with several replicas, each block goes to its owner in each of them.
+    fn scatter(
+        &self,
+        tag: &OpTag,
+        full: Option<Bytes>,
+        spec: &fsdp_core::PlannedParam,
+        dtype: Dtype,
+    ) -> Result<Bytes, Error> {
+        if spec.layout.num_shards() == self.control.world_size() {
+            return Ok(self.control.scatter(tag, 0, full, &spec.layout, dtype.size_bytes())?);
+        }
+        let full = self.control.broadcast(tag, 0, full)?;
+        let block = crate::engine::cut(&full, &spec.layout, self.shard_index, dtype.size_bytes());
+        Ok(Bytes::from(block.to_vec()))
+    }
+
+    /// Running statistics start equal on all ranks.
+    fn send_buffer<const D: usize>(&mut self, param: Param<Tensor<D>>, entry: &Entry) -> Sent<D> {
+        let value = param.val();
+        match self.agree_on_dtype(entry, Some(&value)) {
+            Ok(dtype) => {
+                let full = self.is_root().then(|| host::into_bytes(value));
+                match self.control.broadcast(&self.tag(entry), 0, full) {
+                    Ok(bytes) => Ok(replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device))),
+                    Err(error) => Err((param, error.into())),
+                }
+            }
+            Err(error) => Err((param, error)),
+        }
+    }
+
+    /// Only rank 0 knows the element type before a parameter is initialised. All ranks get the same answer or error.
+    fn agree_on_dtype<const D: usize>(&self, entry: &Entry, value: Option<&Tensor<D>>) -> Result<Dtype, Error> {
+        let name = value.filter(|_| self.is_root()).map(|value| match host::dtype_of(value.dtype()) {
+            Some(dtype) => dtype.to_string(),
+            None => format!("{:?}", value.dtype()),
+        });
+        let name = self.control.broadcast(&self.tag(entry), 0, name.map(Bytes::from))?;
+        match &name[..] {
+            b"f32" => Ok(Dtype::F32),
+            b"f64" => Ok(Dtype::F64),
+            other => Err(Error::Parameter {
+                parameter: entry.path(),
+                problem: format!("its element type {} cannot be reduced", String::from_utf8_lossy(other)),
+                remedy: "initialise the model in f32 or f64",
+            }),
+        }
+    }
+
+    fn is_root(&self) -> bool {
+        self.control.rank() == 0
+    }
+
+    fn tag(&self, entry: &Entry) -> OpTag {
+        OpTag::new(0, Phase::Init, entry.path())
+    }
+}
+
+struct Attacher<'a> {
+    managed: Vec<Option<usize>>,
+    engine: &'a Arc<Engine>,
+    next: usize,
+}
+
+impl Attacher<'_> {
+    fn value<const D: usize>(&mut self, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<usize>) {
+        let managed = self.managed[self.next];
+        self.next += 1;
+        let Some(index) = managed else { return (param, None) };
+        let plan = self.engine.plan();
+        let spec = &plan.params()[index];
+        let shape = match plan.is_resident(spec) {
+            true => spec.layout.shape().to_vec(),
+            false => spec.layout.shard_shape(self.engine.shard_index()),
+        };
+        let (stored, dtype) = (self.engine.stored(index), self.engine.dtype(index));
+        (replaced(param, |device| host::tensor(stored, &shape, dtype, device)), managed)
+    }
+}
+
+impl Reparameterizer for Attacher<'_> {
+    type Reparam = GatherOnUse;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<GatherOnUse>) {
+        let (param, managed) = self.value(param);
+        let site = managed.map(|param| GatherSite { engine: self.engine.clone(), param, usage: Use::Evaluate });
+        (param, site.map(|site| GatherOnUse { site }))
+    }
+}
+
+struct Refresher<'a>(Attacher<'a>);
+
+impl ModuleMapper for Refresher<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0.value(param).0
+    }
+}

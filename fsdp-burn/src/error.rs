@@ -1,0 +1,132 @@
+//! What can go wrong in a sharded run, with the place and the remedy.
+
+use std::path::PathBuf;
+
+use fsdp_core::{CommError, ConfigError, PlanError};
+
+/// An error of a sharded run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The model does not fit the mesh.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A parameter that cannot be sharded.
+    #[error("parameter `{parameter}`: {problem}; {remedy}")]
+    Parameter {
+        /// Path of the parameter.
+        parameter: String,
+        /// What is wrong.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// An optimizer that must see whole tensors.
+    #[error(
+        "{optimizer} needs whole tensors, and `{parameter}` is split over {num_shards} ranks: updating it block by \
+         block gives another result than updating it whole. Use an elementwise optimizer (SGD, Adam, AdamW, RMSProp, \
+         Lion, ...) for it, keep it whole with #[shard(replicate)], or train at stage 0"
+    )]
+    WholeTensorOptimizer {
+        /// The optimizer.
+        optimizer: String,
+        /// Path of a parameter it would step.
+        parameter: String,
+        /// Ranks that hold a block of it.
+        num_shards: usize,
+    },
+    /// Burn's own clipping by norm.
+    #[error(
+        "the optimizer clips by the norm of each tensor (GradientClipping::Norm), which on blocks of a tensor is another \
+         norm on each rank. Remove it and set `gradient_clip_norm = {threshold}` under [training]: one norm over all \
+         parameters and ranks"
+    )]
+    NormClipping {
+        /// The threshold that was set.
+        threshold: f32,
+    },
+    /// The gradient norm is infinite or not a number, and the configuration says that is an error.
+    #[error(
+        "step {step}: the global gradient norm is {norm}. Weights and optimizer state are as before this step. Lower \
+         the learning rate, look for overflow in the loss, or set `non_finite = \"skip\"` under [training]"
+    )]
+    NonFinite {
+        /// The optimizer step.
+        step: u64,
+        /// The norm.
+        norm: f64,
+    },
+    /// A call that does not fit the state of the model.
+    #[error("{problem}; {remedy}")]
+    Misuse {
+        /// What was called, and when.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A rank panicked.
+    #[error("rank {rank} panicked: {message}")]
+    RankPanicked {
+        /// The rank.
+        rank: usize,
+        /// The panic's message.
+        message: String,
+    },
+    /// A rank returned an error.
+    #[error("rank {rank}: {source}")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        source: Box<Error>,
+    },
+    /// A rank neither returned nor failed after the others had ended.
+    #[error(
+        "rank {rank} did not end within {waited_s} s after the others had ended ({cause}); it is probably in an endless \
+         loop or waits for something outside this run. It is left behind; end the process"
+    )]
+    RankStuck {
+        /// The rank.
+        rank: usize,
+        /// Seconds waited for it.
+        waited_s: f64,
+        /// Why the others ended.
+        cause: String,
+    },
+    /// The operating system refused something.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was attempted, with its file.
+        what: String,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// An error of the program that was launched.
+    #[error("{0}")]
+    Program(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Error {
+    /// Wraps an error of the launched program, so that `?` ends the rank with it.
+    ///
+    /// ```
+    /// use fsdp_burn::Error;
+    ///
+    /// let error = Error::program("the data set is empty");
+    /// assert_eq!(error.to_string(), "the data set is empty");
+    /// ```
+    pub fn program(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Error::Program(error.into())
+    }
+
+    /// An input or output error, with the file it happened on.
+    pub fn io(what: &str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Error::Io { what: format!("{what} {}", path.into().display()), source }
+    }
+}

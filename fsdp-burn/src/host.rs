@@ -1,0 +1,63 @@
+//! Tensors as host memory: Flex primitives to reference-counted bytes and back, without a copy.
+
+use std::sync::Arc;
+
+use burn::backend::flex::FlexTensor;
+use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use bytes::Bytes;
+use fsdp_core::Dtype;
+
+/// The elements of `tensor`, flat and row-major. Shares memory with it where it is contiguous.
+pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
+    Bytes::from_owner(Storage(tensor.to_contiguous().data_arc()))
+}
+
+/// A tensor over `bytes`. It shares them: Flex copies on the first write.
+pub(crate) fn flex_tensor(bytes: Bytes, shape: &[usize], dtype: Dtype) -> FlexTensor {
+    FlexTensor::from_data(tensor_data(bytes, shape, dtype))
+}
+
+/// A tensor over `bytes` on `device`, sharing them as [`flex_tensor`] does.
+pub(crate) fn tensor<const D: usize>(bytes: Bytes, shape: &[usize], dtype: Dtype, device: &Device) -> Tensor<D> {
+    Tensor::from_data(tensor_data(bytes, shape, dtype), (device, burn_dtype(dtype)))
+}
+
+/// The elements of a tensor that is not needed any more, without a copy if nothing else shares them.
+pub(crate) fn into_bytes<const D: usize>(tensor: Tensor<D>) -> Bytes {
+    let (bytes, _, _) = tensor.inner().into_data().into_parts();
+    Bytes::from_owner(Storage(Arc::new(bytes)))
+}
+
+/// The element type, where a communicator can add it up.
+pub(crate) fn dtype_of(dtype: DType) -> Option<Dtype> {
+    match dtype {
+        DType::F32 => Some(Dtype::F32),
+        DType::F64 => Some(Dtype::F64),
+        _ => None,
+    }
+}
+
+fn burn_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F64 => DType::F64,
+    }
+}
+
+pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> TensorData {
+    let shape = Shape::from(shape.to_vec());
+    if bytes.is_empty() {
+        // An empty slice has no alignment, and typed access asks for one.
+        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
+    }
+    let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
+    TensorData::from_bytes(shared, shape, burn_dtype(dtype))
+}
+
+struct Storage(Arc<burn::tensor::Bytes>);
+
+impl AsRef<[u8]> for Storage {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}

@@ -1,0 +1,159 @@
+//! Starts the ranks of a run, and ends all of them when one fails.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fsdp_core::{AbortCause, CommError, Communicator, Config, LocalWorld};
+
+use crate::engine::EngineFailed;
+use crate::{Error, Rank};
+
+/// Runs `program` on every rank, each a thread of this process with its own share of the cores, and returns their
+/// results in rank order.
+///
+/// When a rank returns an error or panics, the others end at their next collective, and the error of the rank that
+/// failed first is returned. A rank that does not end within the configured time limit after that is left behind.
+///
+/// # Errors
+/// If the configuration is refused, or a rank fails.
+///
+/// ```
+/// use fsdp_burn::{Config, launch};
+///
+/// let config = Config { world_size: 3, ..Config::default() };
+/// let sums = launch(&config, |rank| rank.sum(rank.rank() as f64))?;
+/// assert_eq!(sums, [3.0, 3.0, 3.0]);
+/// # Ok::<(), fsdp_burn::Error>(())
+/// ```
+pub fn launch<T, F>(config: &Config, program: F) -> Result<Vec<T>, Error>
+where
+    T: Send + 'static,
+    F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
+{
+    config.validate()?;
+    let timeout = Duration::from_secs_f64(config.timeout_s);
+    let world = LocalWorld::new(config.world_size, timeout);
+    let config = Arc::new(config.clone());
+    let program = Arc::new(program);
+    let (results, arrivals) = channel();
+    for (number, communicator) in world.iter().enumerate() {
+        let rank = Rank::new(config.clone(), communicator.clone())?;
+        let (communicator, results, program) = (communicator.clone(), results.clone(), program.clone());
+        let num_threads = threads_per_rank(&config);
+        let run = move || {
+            let result = run_rank(number, num_threads, || program(rank));
+            if let Err(error) = &result {
+                communicator.abort(cause_of(number, error));
+            }
+            // The launcher may have given up on this rank.
+            let _ = results.send((number, result));
+        };
+        let spawned = thread::Builder::new().name(format!("rank {number}")).spawn(run);
+        if let Err(source) = spawned {
+            let error = Error::Io { what: format!("cannot start the thread of rank {number}"), source };
+            world[0].abort(cause_of(number, &error));
+            return Err(error);
+        }
+    }
+    drop(results);
+    collect(config.world_size, timeout, &arrivals)
+}
+
+/// Cores of this process divided among the ranks, unless the configuration says how many.
+fn threads_per_rank(config: &Config) -> usize {
+    match config.threads_per_rank {
+        0 => (thread::available_parallelism().map_or(1, usize::from) / config.world_size).max(1),
+        num_threads => num_threads,
+    }
+}
+
+/// Runs inside a thread pool of the rank's own: Burn's Flex backend takes its threads from the current pool, and ranks
+/// that shared one would wait for each other's work.
+fn run_rank<T: Send>(
+    number: usize,
+    num_threads: usize,
+    program: impl FnOnce() -> Result<T, Error> + Send,
+) -> Result<T, Error> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(num_threads)
+        .stack_size(16 << 20)
+        .thread_name(move |index| format!("rank {number} thread {index}"))
+        .build()
+        .map_err(|error| Error::Io {
+            what: format!("cannot start the threads of rank {number}"),
+            source: std::io::Error::other(error),
+        })?;
+    match catch_unwind(AssertUnwindSafe(|| pool.install(program))) {
+        Ok(result) => result,
+        Err(payload) => match payload.downcast::<EngineFailed>() {
+            Ok(failed) => Err(failed.0),
+            Err(payload) => Err(Error::RankPanicked { rank: number, message: panic_message(payload.as_ref()) }),
+        },
+    }
+}
+
+fn cause_of(rank: usize, error: &Error) -> AbortCause {
+    match error {
+        Error::RankPanicked { rank, message } => AbortCause::RankPanicked { rank: *rank, message: message.clone() },
+        error => AbortCause::RankFailed { rank, message: error.to_string() },
+    }
+}
+
+/// All results, or the first failure that is not a consequence of another.
+fn collect<T>(
+    world_size: usize,
+    timeout: Duration,
+    arrivals: &Receiver<(usize, Result<T, Error>)>,
+) -> Result<Vec<T>, Error> {
+    let mut results: Vec<Option<T>> = (0..world_size).map(|_| None).collect();
+    let mut ended = vec![false; world_size];
+    let mut failures: Vec<(usize, Error)> = Vec::new();
+    let mut deadline: Option<Instant> = None;
+    while ended.contains(&false) {
+        let arrival = match deadline {
+            None => arrivals.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(deadline) => arrivals.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+        };
+        match arrival {
+            Ok((rank, result)) => {
+                ended[rank] = true;
+                match result {
+                    Ok(value) => results[rank] = Some(value),
+                    Err(error) => failures.push((rank, error)),
+                }
+                if !failures.is_empty() {
+                    deadline.get_or_insert_with(|| Instant::now() + timeout);
+                }
+            }
+            Err(_) => break,
+        }
+    }
+    for (rank, error) in &failures {
+        tracing::error!(rank, "{error}");
+    }
+    let root = failures.iter().position(|(_, error)| !is_consequence(error)).unwrap_or(0);
+    if let Some(rank) = ended.iter().position(|ended| !ended) {
+        let cause = failures.get(root).map_or_else(|| "they were lost".to_owned(), |(_, error)| error.to_string());
+        return Err(Error::RankStuck { rank, waited_s: timeout.as_secs_f64(), cause });
+    }
+    if failures.is_empty() {
+        return Ok(results.into_iter().flatten().collect());
+    }
+    match failures.swap_remove(root) {
+        (_, error @ Error::RankPanicked { .. }) => Err(error),
+        (rank, source) => Err(Error::RankFailed { rank, source: Box::new(source) }),
+    }
+}
+
+fn is_consequence(error: &Error) -> bool {
+    matches!(error, Error::Comm(CommError::Aborted { .. }))
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a value that is not text".into())
+}

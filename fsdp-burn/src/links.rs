@@ -1,0 +1,48 @@
+//! The communicators of one sharded model on one rank: who it talks to, and in which independent order.
+
+use std::sync::Arc;
+
+use fsdp_core::{Axis, CommError, CommStream, Communicator, Mesh};
+
+/// Gathers and reductions each have an order of their own and a thread that executes it, so that a gather never waits
+/// behind a reduction. Control messages run on the caller's thread.
+pub(crate) struct Links {
+    /// All-gathers over the shard axis.
+    pub(crate) gather: CommStream,
+    /// Runs the reductions, over the three groups below.
+    pub(crate) reduce: CommStream,
+    /// Reductions over the shard axis.
+    pub(crate) reduce_shard: Arc<dyn Communicator>,
+    /// Reductions over the replicate axis, if there is one.
+    pub(crate) reduce_replicas: Option<Arc<dyn Communicator>>,
+    /// Reductions over all ranks.
+    pub(crate) reduce_world: Arc<dyn Communicator>,
+    /// Small messages among all ranks.
+    pub(crate) control: Arc<dyn Communicator>,
+    /// Small messages over the shard axis.
+    pub(crate) control_shard: Arc<dyn Communicator>,
+}
+
+impl Links {
+    /// Every rank makes this call at the same point of its program.
+    pub(crate) fn new(world: &dyn Communicator, mesh: &Mesh) -> Result<Self, CommError> {
+        let rank = world.rank();
+        let shard_ranks = mesh.group(Axis::Shard, rank);
+        let replicas = mesh.group(Axis::Replicate, rank);
+        let over_shards = |channel: &str| world.channel(channel)?.subgroup(&shard_ranks);
+        let reduce_replicas = match replicas.len() {
+            0 | 1 => None,
+            _ => Some(world.channel("reduce over replicas")?.subgroup(&replicas)?),
+        };
+        let reduce_world = world.channel("reduce over the world")?;
+        Ok(Self {
+            gather: CommStream::new(over_shards("gather")?, "gather")?,
+            reduce: CommStream::new(reduce_world.clone(), "reduce")?,
+            reduce_shard: over_shards("reduce over shards")?,
+            reduce_replicas,
+            reduce_world,
+            control: world.channel("control")?,
+            control_shard: over_shards("control over shards")?,
+        })
+    }
+}

@@ -1,0 +1,241 @@
+//! A model whose parameters are sharded, and that is otherwise used like the model it was.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::{Gradients, Tensor, TensorData};
+use bytes::Bytes;
+use fsdp_core::{
+    Axis, Dtype, GradientReduction, Mesh, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout,
+};
+
+use crate::distribute::{attach, distribute, refresh};
+use crate::engine::{Engine, EngineStats, Settings};
+use crate::links::Links;
+use crate::survey::{Entry, survey};
+use crate::{Error, Rank, Sharded, host};
+
+/// A sharded model. It derefs to the model, whose `forward` is called as ever.
+///
+/// At stage 3 each parameter field stores this rank's block only, so `model.head.weight.shape()` is the shape of the
+/// block; [`ShardedModel::shape`] and [`ShardedModel::num_params`] tell the logical ones. Weights change through the
+/// optimizer alone: there is no mutable access, because the engine would not see it.
+///
+/// All ranks must call `forward`, [`backward`](ShardedModel::backward) and the other methods marked *collective* in the
+/// same order. A rank that does not makes every rank fail with the operation's name.
+#[derive(Debug)]
+pub struct ShardedModel<M> {
+    module: M,
+    entries: Vec<Entry>,
+    engine: Arc<Engine>,
+}
+
+impl<M> Deref for ShardedModel<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+/// Proof that backward has run, to be given to the optimizer. The gradients themselves are in the engine, reduced.
+#[must_use = "give the gradients to the optimizer's step"]
+#[derive(Debug)]
+pub struct ShardedGradients {
+    unmanaged: Gradients,
+}
+
+impl ShardedGradients {
+    /// Gradients of parameters that are not managed (`#[shard(ignore)]`): local to this rank, as Burn computed them.
+    pub fn unmanaged(&mut self) -> &mut Gradients {
+        &mut self.unmanaged
+    }
+}
+
+impl<M: Module + Sharded> ShardedModel<M> {
+    pub(crate) fn new(module: M, rank: &Rank) -> Result<Self, Error> {
+        let config = rank.config();
+        let mesh = config.mesh.clone().unwrap_or_else(|| Mesh::one_dim(config.world_size));
+        let entries = survey(&module)?;
+        let specs: Vec<_> = entries.iter().filter(|entry| entry.is_param).map(|entry| entry.spec.clone()).collect();
+        let plan = Plan::new(&M::wrap_policy(), &specs, &mesh, config.stage)?;
+        check_supported(&plan, &entries)?;
+        for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
+            tracing::warn!("{warning}");
+        }
+        let links = Links::new(rank.communicator().as_ref(), &mesh)?;
+        let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
+        let (module, distributed) = distribute(module, &entries, &plan, links.control.as_ref(), shard_index)?;
+        let training = &config.training;
+        let settings = Settings {
+            depth: PrefetchDepth::from(&config.prefetch),
+            reduce: match training.gradient_reduction {
+                GradientReduction::Mean => Reduce::mean(config.world_size),
+                GradientReduction::Sum => Reduce::SUM,
+            },
+            reduce_every_backward: training.accumulate == fsdp_core::Accumulate::Reduced,
+            accumulation: training.gradient_accumulation,
+        };
+        let engine = Arc::new(Engine::new(plan, shard_index, distributed.dtypes, links, settings));
+        for (param, bytes) in distributed.stored.into_iter().enumerate() {
+            engine.set_stored(param, bytes);
+        }
+        let module = attach(module, &entries, &engine);
+        Ok(Self { module, entries, engine })
+    }
+}
+
+impl<M: Module> ShardedModel<M> {
+    /// Computes all gradients of `loss` and starts their reduction over the ranks. *Collective.*
+    ///
+    /// Gradients are the mean over ranks (unless the configuration says sum), so `loss` is this rank's mean over its own
+    /// data; with unequal amounts of data use [`ShardedModel::backward_weighted`]. Call it once per forward, and then
+    /// the optimizer's step; with gradient accumulation the step counts the calls.
+    ///
+    /// Cost: at stage 3 one gather of each unit that does not stay gathered, and one reduce-scatter of each unit.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn backward(&self, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
+        let unmanaged = self.engine.backward(|| loss.backward())?;
+        Ok(ShardedGradients { unmanaged })
+    }
+
+    /// As [`ShardedModel::backward`], where each rank's `loss` is a mean over `weight` items (tokens, samples): the
+    /// gradient is that of the mean over the items of all ranks. A rank without data passes a weight of 0. *Collective.*
+    ///
+    /// Cost: one message of 8 bytes more.
+    ///
+    /// # Errors
+    /// If a weight is negative or not a number, the weights of all ranks are 0 together, or a collective fails.
+    pub fn backward_weighted(&self, loss: Tensor<1>, weight: f64) -> Result<ShardedGradients, Error> {
+        let links = self.engine.links();
+        let world_size = links.control.world_size();
+        // Zero and not an error at once, so that the other ranks learn of it in place of waiting.
+        let sent = if weight.is_finite() && weight >= 0.0 { weight } else { f64::NAN };
+        let part = ReducePart {
+            full: Bytes::copy_from_slice(&sent.to_ne_bytes()),
+            layout: ShardLayout::new(&[1], 0, world_size),
+            dtype: Dtype::F64,
+        };
+        let tag = OpTag::new(self.engine.progress().0, Phase::Control, "weight of the loss");
+        let total = links.control.all_reduce(&tag, &[part], Reduce::SUM)?;
+        let total = total.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes);
+        if !(total > 0.0) {
+            return Err(Error::Misuse {
+                problem: format!("rank {}: the weights of the loss sum to {total} over all ranks", links.control.rank()),
+                remedy: "pass the number of items each loss is a mean of; at least one rank must have some",
+            });
+        }
+        // Reducing divides by the number of ranks (or does not, for a sum): undo that, and divide by the total.
+        let mean_over_ranks = self.engine.reduces_to_mean();
+        let factor = if mean_over_ranks { weight * world_size as f64 / total } else { weight / total };
+        self.backward(loss.mul_scalar(factor))
+    }
+
+    /// The model for evaluation: no gradients, dropout off, and the same sharded parameters. *Collective* in its use:
+    /// all ranks must run the same forwards.
+    ///
+    /// It shows the weights of now; after an optimizer step call it again.
+    pub fn valid(&self) -> M {
+        self.module.valid()
+    }
+
+    /// Which parameters form which unit, and how they are cut.
+    pub fn plan(&self) -> &Plan {
+        self.engine.plan()
+    }
+
+    /// Logical number of parameters: what the model had before it was sharded, ignored ones left out.
+    pub fn num_params(&self) -> usize {
+        self.plan().num_params()
+    }
+
+    /// Parameters that this rank stores between steps.
+    pub fn num_local_params(&self) -> usize {
+        let plan = self.plan();
+        plan.params().iter().map(|param| plan.local_len(param, self.engine.shard_index())).sum()
+    }
+
+    /// Logical shape of a parameter, by its path (`blocks.0.up.weight`).
+    pub fn shape(&self, path: &str) -> Option<&[usize]> {
+        self.plan().params().iter().find(|param| param.path == path).map(|param| param.layout.shape())
+    }
+
+    /// The unit table, with this rank's local sizes.
+    pub fn summary(&self) -> String {
+        self.plan().table(self.engine.shard_index())
+    }
+
+    /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.
+    ///
+    /// Cost: one gather of each parameter, and the memory of the largest one.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn each_parameter(&self, mut look: impl FnMut(&str, TensorData)) -> Result<(), Error> {
+        for (index, param) in self.plan().params().iter().enumerate() {
+            let full = self.engine.gather_one(index)?;
+            look(&param.path, host::tensor_data(full, param.layout.shape(), self.engine.dtype(index)));
+        }
+        Ok(())
+    }
+
+    /// What communication has cost since the start, or since [`ShardedModel::reset_stats`].
+    pub fn stats(&self) -> EngineStats {
+        self.engine.stats()
+    }
+
+    /// Starts counting anew.
+    pub fn reset_stats(&self) {
+        self.engine.reset_stats();
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// The entries of the plan's parameters, in plan order.
+    pub(crate) fn planned_entries(&self) -> Vec<&Entry> {
+        let plan = self.plan();
+        let planned = |entry: &&Entry| entry.is_param && !plan.ignored().contains(&entry.path());
+        self.entries.iter().filter(planned).collect()
+    }
+
+    /// Puts the engine's parameters into the model, after a step.
+    pub(crate) fn refresh(self) -> Self {
+        Self { module: refresh(self.module, &self.entries, &self.engine), ..self }
+    }
+}
+
+/// Refuses what this version cannot do, before anything is sent.
+fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
+    for unit in plan.units() {
+        let setting = match (&unit.overrides.precision, &unit.overrides.offload) {
+            (Some(name), _) if name != "f32" => format!("`precision = \"{name}\"`"),
+            (_, Some(tier)) if tier != "none" => format!("`offload = \"{tier}\"`"),
+            _ => continue,
+        };
+        return Err(Error::Parameter {
+            parameter: unit.name.clone(),
+            problem: format!("{setting} is not available yet"),
+            remedy: "remove it from the #[shard(...)] attribute",
+        });
+    }
+    let trainable = entries.iter().any(|entry| entry.spec.trainable && entry.is_param);
+    if !trainable {
+        return Err(Error::Misuse {
+            problem: "no parameter of the model requires a gradient".into(),
+            remedy: "initialise the model on `rank.device()`, and do not freeze all of it",
+        });
+    }
+    match entries.iter().find(|entry| entry.is_param && entry.dims == 0) {
+        Some(entry) => Err(Error::Parameter {
+            parameter: entry.path(),
+            problem: "it has no dimensions".into(),
+            remedy: "give it shape [1]",
+        }),
+        None => Ok(()),
+    }
+}

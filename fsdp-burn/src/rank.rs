@@ -1,0 +1,162 @@
+//! What a rank is given by the launcher: its number, its peers, its configuration.
+
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+use bytes::Bytes;
+use fsdp_core::{Communicator, Config, Dtype, OpTag, Phase, Recorder, Reduce, ReducePart, ShardLayout, Traffic};
+
+use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
+
+/// One rank of a run.
+#[derive(Clone, Debug)]
+pub struct Rank {
+    config: Arc<Config>,
+    recorder: Arc<Recorder>,
+    control: Arc<dyn Communicator>,
+}
+
+impl Rank {
+    pub(crate) fn new(config: Arc<Config>, communicator: Arc<dyn Communicator>) -> Result<Self, Error> {
+        let recorder = Arc::new(Recorder::new(communicator));
+        let control = recorder.channel("program")?;
+        Ok(Self { config, recorder, control })
+    }
+
+    /// This rank's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.control.world_size()
+    }
+
+    /// Whether this is rank 0, which prints.
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// The configuration of the run.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The device to build the model and its inputs on, with autodiff.
+    pub fn device(&self) -> Device {
+        Device::flex().autodiff()
+    }
+
+    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights. *Collective.*
+    ///
+    /// Memory: at stage 3, the largest single parameter on rank 0 and this rank's blocks; below, the whole model.
+    ///
+    /// # Errors
+    /// If a partition spec does not fit, a parameter cannot be sharded, or a collective fails.
+    pub fn shard<M: Module + Sharded>(&self, model: M) -> Result<ShardedModel<M>, Error> {
+        ShardedModel::new(model, self)
+    }
+
+    /// An optimizer for sharded models, over any elementwise Burn optimizer; parameter groups are kept.
+    ///
+    /// # Errors
+    /// If it clips by the norm of each tensor, which blocks of a tensor do not have. An optimizer that needs whole
+    /// tensors is refused at its first step, where it meets the parameters.
+    pub fn optimizer<O: Into<ModuleOptimizer>>(&self, optimizer: O) -> Result<ShardedOptimizer, Error> {
+        ShardedOptimizer::new(optimizer, &self.config)
+    }
+
+    /// This rank's share of `items`, dealt out in turn. An incomplete last round is left out, so that all ranks take
+    /// the same number of steps.
+    ///
+    /// ```
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// let config = Config { world_size: 2, ..Config::default() };
+    /// let shares = launch(&config, |rank| Ok(rank.batches(0..5).collect::<Vec<_>>()))?;
+    /// assert_eq!(shares, [[0, 2], [1, 3]]);
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn batches<I: IntoIterator>(&self, items: I) -> impl Iterator<Item = I::Item> + use<I> {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let mut items = items.into_iter();
+        std::iter::from_fn(move || {
+            let mut mine = None;
+            for turn in 0..world_size {
+                let item = items.next()?;
+                if turn == rank {
+                    mine = Some(item);
+                }
+            }
+            mine
+        })
+    }
+
+    /// The mean of `value` over all ranks, the same on each. *Collective.*
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn mean(&self, value: f64) -> Result<f64, Error> {
+        self.reduce("mean of a value", value, Reduce::mean(self.world_size()))
+    }
+
+    /// The sum of `value` over all ranks, the same on each. *Collective.*
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn sum(&self, value: f64) -> Result<f64, Error> {
+        self.reduce("sum of a value", value, Reduce::SUM)
+    }
+
+    /// Every rank's bytes, in rank order, on all ranks. The lengths may differ. *Collective.*
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        let mut all = Vec::with_capacity(self.world_size());
+        for root in 0..self.world_size() {
+            let mine = (root == self.rank()).then(|| Bytes::copy_from_slice(bytes));
+            all.push(self.control.broadcast(&self.tag("bytes of each rank"), root, mine)?.to_vec());
+        }
+        Ok(all)
+    }
+
+    /// Returns when every rank has called it. *Collective.*
+    ///
+    /// # Errors
+    /// If a rank fails, or does not come within the time limit.
+    pub fn barrier(&self) -> Result<(), Error> {
+        Ok(self.control.barrier(&self.tag("barrier"))?)
+    }
+
+    /// What this rank has sent since the start or since [`Rank::reset_traffic`]: operations and bytes, by kind.
+    pub fn traffic(&self) -> Traffic {
+        self.recorder.traffic()
+    }
+
+    /// Starts counting anew.
+    pub fn reset_traffic(&self) {
+        self.recorder.reset();
+    }
+
+    pub(crate) fn communicator(&self) -> Arc<dyn Communicator> {
+        self.recorder.clone()
+    }
+
+    fn reduce(&self, what: &str, value: f64, reduce: Reduce) -> Result<f64, Error> {
+        let part = ReducePart {
+            full: Bytes::copy_from_slice(&value.to_ne_bytes()),
+            layout: ShardLayout::new(&[1], 0, self.world_size()),
+            dtype: Dtype::F64,
+        };
+        let sum = self.control.all_reduce(&self.tag(what), &[part], reduce)?;
+        Ok(sum.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes))
+    }
+
+    fn tag(&self, what: &str) -> OpTag {
+        OpTag::new(0, Phase::Control, what)
+    }
+}

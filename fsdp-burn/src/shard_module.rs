@@ -1,0 +1,102 @@
+//! A module made of nothing but blocks of parameters: what an optimizer sees in place of the model.
+//!
+//! It answers to the same paths and ids as the model, so that parameter groups and state match, but holds this rank's
+//! blocks, unit by unit, whatever the model itself stores at the stage.
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Device, Tensor};
+
+/// A parameter of any rank.
+macro_rules! ranked {
+    ($($variant:ident = $dim:literal),+) => {
+        #[derive(Clone, Debug)]
+        pub(crate) enum Ranked { $($variant(Param<Tensor<$dim>>)),+ }
+
+        impl Ranked {
+            /// The parameter of the rank `dim`, made by `new`.
+            pub(crate) fn new(dim: usize, id: ParamId, new: &impl NewTensor) -> Option<Self> {
+                match dim {
+                    $($dim => Some(Ranked::$variant(Param::initialized(id, new.tensor::<$dim>()))),)+
+                    _ => None,
+                }
+            }
+        }
+
+        macro_rules! each_rank {
+            ($ranked:expr, $param:ident => $body:expr) => {
+                match $ranked { $(Ranked::$variant($param) => $body),+ }
+            };
+            ($ranked:expr, $param:ident -> $body:expr) => {
+                match $ranked { $(Ranked::$variant($param) => Ranked::$variant($body)),+ }
+            };
+        }
+    };
+}
+ranked!(D1 = 1, D2 = 2, D3 = 3, D4 = 4, D5 = 5, D6 = 6, D7 = 7, D8 = 8);
+
+/// Makes a tensor of a rank that is known only when the program runs.
+pub(crate) trait NewTensor {
+    fn tensor<const D: usize>(&self) -> Tensor<D>;
+}
+
+/// One block with the name the optimizer knows it by.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    pub(crate) path: Vec<String>,
+    pub(crate) param: Ranked,
+}
+
+/// See the module's documentation.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardModule {
+    pub(crate) blocks: Vec<Block>,
+}
+
+impl ShardModule {
+    fn map_params(self, map: impl FnMut(Block) -> Block) -> Self {
+        Self { blocks: self.blocks.into_iter().map(map).collect() }
+    }
+}
+
+impl Module for ShardModule {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.blocks.iter().fold(devices, |devices, block| each_rank!(&block.param, p => p.collect_devices(devices)))
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.fork(device)), ..block })
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.to_device(device)), ..block })
+    }
+
+    fn train(self) -> Self {
+        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.train()), ..block })
+    }
+
+    fn valid(&self) -> Self {
+        self.clone().map_params(|block| Block { param: each_rank!(&block.param, p -> p.valid()), ..block })
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        for block in &self.blocks {
+            block.path.iter().for_each(|name| visitor.enter_module(name, "Struct:Shard"));
+            each_rank!(&block.param, p => p.visit(visitor));
+            block.path.iter().rev().for_each(|name| visitor.exit_module(name, "Struct:Shard"));
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        self.map_params(|block| {
+            block.path.iter().for_each(|name| mapper.enter_module(name, "Struct:Shard"));
+            let param = each_rank!(block.param, p -> p.map(mapper));
+            block.path.iter().rev().for_each(|name| mapper.exit_module(name, "Struct:Shard"));
+            Block { path: block.path, param }
+        })
+    }
+}

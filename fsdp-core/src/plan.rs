@@ -1,0 +1,434 @@
+//! Which parameter belongs to which unit and how it is cut: the wrap policy applied to one model. Printable.
+
+use std::fmt;
+
+use crate::{FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides};
+use crate::{UnitTraits, WrapPolicy};
+
+/// Name of the unit of all parameters that no rule puts elsewhere.
+pub const ROOT_UNIT: &str = "root";
+
+/// One parameter of a model, as data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// Path components from the model down, `["blocks", "3", "up", "weight"]`.
+    pub path: Vec<String>,
+    /// Logical shape, in elements.
+    pub shape: Vec<usize>,
+    /// Receives gradients. A frozen parameter does not.
+    pub trainable: bool,
+}
+
+/// A parameter with its place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedParam {
+    /// Path components joined with dots.
+    pub path: String,
+    /// The unit it is gathered and reduced with.
+    pub unit: UnitIndex,
+    /// Receives gradients.
+    pub trainable: bool,
+    /// How the parameter is cut over the shard axis.
+    pub layout: ShardLayout,
+    /// Every rank holds and steps the whole parameter: stage 0, or `#[shard(replicate)]`.
+    pub replicated: bool,
+}
+
+impl PlannedParam {
+    /// Whether an optimizer sees only a block of this parameter.
+    pub fn is_split(&self) -> bool {
+        !self.replicated && self.layout.num_shards() > 1
+    }
+}
+
+/// Parameters that are gathered, reduced and stepped together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// Path of the field, or [`ROOT_UNIT`].
+    pub name: String,
+    /// Indices into [`Plan::params`], in the order of the model.
+    pub params: Vec<usize>,
+    /// Stays gathered between forward and backward.
+    pub keep: bool,
+    /// Settings that win over the configuration.
+    pub overrides: UnitOverrides,
+}
+
+/// Something in the plan that is legal and probably not meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PlanWarning {
+    /// No rule names a unit: the whole model is one unit.
+    NoUnits,
+    /// A rule whose path matches no parameter.
+    RuleMatchesNothing {
+        /// The rule's path.
+        path: String,
+    },
+    /// One unit holds more than half of all parameters.
+    LargeUnit {
+        /// The unit.
+        unit: String,
+        /// Its share of all parameters, 0 to 1.
+        share: f64,
+    },
+}
+
+impl fmt::Display for PlanWarning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PlanWarning::NoUnits => f.write_str(
+                "no field is a unit, so the whole model is gathered at once and stage 3 saves no memory while it runs; \
+                 mark the repeated part of the model with #[shard(units)]",
+            ),
+            PlanWarning::RuleMatchesNothing { path } => {
+                write!(f, "the rule for `{path}` matches no parameter (an empty Vec, None, or a field without parameters)")
+            }
+            PlanWarning::LargeUnit { unit, share } => write!(
+                f,
+                "unit `{unit}` holds {:.0}% of all parameters, so gathering it needs most of the memory that sharding \
+                 saves; mark its parts with #[shard(unit)] or #[shard(units)]",
+                share * 100.0
+            ),
+        }
+    }
+}
+
+/// A model that cannot be planned.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// A partition spec does not fit its parameter.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The model has no parameters.
+    #[error("the model has no parameters to shard (all are ignored, or it has none)")]
+    NoParameters,
+}
+
+/// The units of a model on a mesh at a stage.
+///
+/// ```
+/// use fsdp_core::{FieldRule, Mesh, ParamSpec, Plan, Stage, WrapPolicy};
+///
+/// let param = |path: &str, shape: &[usize]| ParamSpec {
+///     path: path.split('.').map(str::to_owned).collect(),
+///     shape: shape.to_vec(),
+///     trainable: true,
+/// };
+/// let params = [param("blocks.0.weight", &[6, 4]), param("blocks.1.weight", &[6, 4]), param("norm.gamma", &[4])];
+/// let policy = WrapPolicy::new().field("blocks", FieldRule::units());
+/// let plan = Plan::new(&policy, &params, &Mesh::one_dim(4), Stage::Parameters)?;
+///
+/// let names: Vec<_> = plan.units().iter().map(|unit| unit.name.as_str()).collect();
+/// assert_eq!(names, ["blocks.0", "blocks.1", "root"]);
+/// println!("{}", plan.table(0));
+/// # Ok::<(), fsdp_core::PlanError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    stage: Stage,
+    mesh: Mesh,
+    params: Vec<PlannedParam>,
+    units: Vec<Unit>,
+    ignored: Vec<String>,
+    warnings: Vec<PlanWarning>,
+}
+
+impl Plan {
+    /// Applies `policy` to `params`, which are given in the order in which the model is traversed.
+    ///
+    /// # Errors
+    /// If a partition spec does not fit its parameter or mesh, or nothing is left to shard.
+    pub fn new(policy: &WrapPolicy, params: &[ParamSpec], mesh: &Mesh, stage: Stage) -> Result<Self, PlanError> {
+        let mut plan = Self {
+            stage,
+            mesh: mesh.clone(),
+            params: Vec::new(),
+            units: Vec::new(),
+            ignored: Vec::new(),
+            warnings: Vec::new(),
+        };
+        let mut matched = vec![false; policy.rules().len()];
+        for param in params {
+            plan.place(policy, param, &mut matched)?;
+        }
+        if plan.params.is_empty() {
+            return Err(PlanError::NoParameters);
+        }
+        plan.warn(policy, &matched);
+        Ok(plan)
+    }
+
+    /// The stage that was planned for.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// The mesh that was planned for.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// All managed parameters, in the order of the model.
+    pub fn params(&self) -> &[PlannedParam] {
+        &self.params
+    }
+
+    /// All units, in the order of their first parameter.
+    pub fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    /// Paths of the parameters that are left alone.
+    pub fn ignored(&self) -> &[String] {
+        &self.ignored
+    }
+
+    /// What is probably not meant.
+    pub fn warnings(&self) -> &[PlanWarning] {
+        &self.warnings
+    }
+
+    /// Logical elements of the managed parameters.
+    pub fn num_params(&self) -> usize {
+        self.params.iter().map(|param| param.layout.full_len()).sum()
+    }
+
+    /// Elements of a unit, logical.
+    pub fn unit_len(&self, unit: UnitIndex) -> usize {
+        self.unit_params(unit).map(|param| param.layout.full_len()).sum()
+    }
+
+    /// The parameters of a unit.
+    pub fn unit_params(&self, unit: UnitIndex) -> impl Iterator<Item = &PlannedParam> {
+        self.units[unit].params.iter().map(|&param| &self.params[param])
+    }
+
+    /// Elements of a parameter that a rank at `shard_index` of the shard axis holds between steps.
+    pub fn local_len(&self, param: &PlannedParam, shard_index: usize) -> usize {
+        if self.is_resident(param) { param.layout.full_len() } else { param.layout.shard_len(shard_index) }
+    }
+
+    /// Whether every rank holds the whole parameter all the time.
+    pub fn is_resident(&self, param: &PlannedParam) -> bool {
+        !self.stage.shards_parameters() || !param.is_split()
+    }
+
+    /// What the schedule must know of each unit.
+    pub fn unit_traits(&self) -> Vec<UnitTraits> {
+        let traits = |index: UnitIndex| UnitTraits {
+            gathered_on_use: self.unit_params(index).any(|param| !self.is_resident(param)),
+            keep: self.units[index].keep,
+            trainable: self.unit_params(index).any(|param| param.trainable),
+            prefetch: self.units[index].overrides.prefetch,
+        };
+        (0..self.units.len()).map(traits).collect()
+    }
+
+    /// The unit table as text, with local sizes of the rank at `shard_index` of the shard axis.
+    pub fn table(&self, shard_index: usize) -> String {
+        let mut rows = vec![["unit".to_owned(), "parameters".into(), "logical".into(), "local".into(), "".into()]];
+        for (index, unit) in self.units.iter().enumerate() {
+            let local: usize = self.unit_params(index).map(|param| self.local_len(param, shard_index)).sum();
+            let replicated = self.unit_params(index).all(|param| param.replicated);
+            let notes = [
+                (unit.keep && self.stage.shards_parameters(), "stays gathered"),
+                (replicated && self.stage != Stage::Ddp, "replicated"),
+                (self.unit_params(index).all(|param| !param.trainable), "frozen"),
+            ];
+            let notes: Vec<_> = notes.iter().filter(|(is_so, _)| *is_so).map(|(_, note)| *note).collect();
+            let counts = [unit.params.len(), self.unit_len(index), local].map(grouped);
+            let [num_params, logical, local] = counts;
+            rows.push([unit.name.clone(), num_params, logical, local, notes.join(", ")]);
+        }
+        let local: usize = self.params.iter().map(|param| self.local_len(param, shard_index)).sum();
+        let counts = [self.params.len(), self.num_params(), local].map(grouped);
+        let [num_params, logical, local] = counts;
+        rows.push(["total".into(), num_params, logical, local, "elements".into()]);
+        aligned(&rows)
+    }
+
+    fn place(&mut self, policy: &WrapPolicy, param: &ParamSpec, matched: &mut [bool]) -> Result<(), PlanError> {
+        let path = param.path.join(".");
+        let mut rules: Vec<(&Vec<String>, &FieldRule)> = Vec::new();
+        for (index, (pattern, rule)) in policy.rules().iter().enumerate() {
+            if matches(pattern, &param.path) {
+                matched[index] = true;
+                rules.push((pattern, rule));
+            }
+        }
+        // The longest path is the innermost rule, and wins.
+        rules.sort_by_key(|(pattern, _)| pattern.len());
+        if rules.iter().any(|(_, rule)| rule.role == Role::Ignore) {
+            self.ignored.push(path);
+            return Ok(());
+        }
+        let unit_rule = rules.iter().rev().find(|(_, rule)| matches!(rule.role, Role::Unit | Role::Units));
+        let unit = match unit_rule {
+            Some((pattern, rule)) => self.unit_of(unit_name(pattern, rule.role, &param.path), rule),
+            // Root parameters are used all over the model, so the root unit stays gathered, as in FSDP2.
+            None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
+        };
+        let spec = rules.iter().rev().find_map(|(_, rule)| rule.spec.as_ref());
+        let layout = match spec {
+            Some(axes) => PartitionSpec::new(axes.clone()).resolve(&path, &param.shape, &self.mesh)?,
+            None => PartitionSpec::default().resolve(&path, &param.shape, &self.mesh)?,
+        };
+        let replicated = self.stage == Stage::Ddp || rules.iter().any(|(_, rule)| rule.replicate);
+        self.units[unit].params.push(self.params.len());
+        self.params.push(PlannedParam { path, unit, trainable: param.trainable, layout, replicated });
+        Ok(())
+    }
+
+    fn unit_of(&mut self, name: String, rule: &FieldRule) -> UnitIndex {
+        self.units.iter().position(|unit| unit.name == name).unwrap_or_else(|| {
+            let unit = Unit { name, params: Vec::new(), keep: rule.keep, overrides: rule.overrides.clone() };
+            self.units.push(unit);
+            self.units.len() - 1
+        })
+    }
+
+    fn warn(&mut self, policy: &WrapPolicy, matched: &[bool]) {
+        for ((path, _), _) in policy.rules().iter().zip(matched).filter(|(_, matched)| !**matched) {
+            self.warnings.push(PlanWarning::RuleMatchesNothing { path: path.join(".") });
+        }
+        if self.units.iter().all(|unit| unit.name == ROOT_UNIT) {
+            self.warnings.push(PlanWarning::NoUnits);
+            return;
+        }
+        for index in 0..self.units.len() {
+            let share = self.unit_len(index) as f64 / self.num_params().max(1) as f64;
+            if share > 0.5 {
+                self.warnings.push(PlanWarning::LargeUnit { unit: self.units[index].name.clone(), share });
+            }
+        }
+    }
+}
+
+/// The configured depths as the schedule takes them.
+impl From<&crate::PrefetchConfig> for PrefetchDepth {
+    fn from(config: &crate::PrefetchConfig) -> Self {
+        Self { forward: config.forward, backward: config.backward }
+    }
+}
+
+fn matches(pattern: &[String], path: &[String]) -> bool {
+    let component = |(pattern, part): (&String, &String)| pattern == part || (pattern == "*" && is_index(part));
+    pattern.len() <= path.len() && pattern.iter().zip(path).all(component)
+}
+
+fn unit_name(pattern: &[String], role: Role, path: &[String]) -> String {
+    let element = path.get(pattern.len()).filter(|part| role == Role::Units && is_index(part));
+    path[..pattern.len() + usize::from(element.is_some())].join(".")
+}
+
+fn is_index(part: &str) -> bool {
+    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// `1234567` as `1,234,567`.
+fn grouped(number: usize) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().enumerate().map(|(column, cell)| match column {
+            0 => format!("{cell:<width$}", width = width(column)),
+            _ if column == N - 1 => cell.clone(),
+            _ => format!("{cell:>width$}", width = width(column)),
+        });
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn params(list: &[(&str, &[usize])]) -> Vec<ParamSpec> {
+        let param = |(path, shape): &(&str, &[usize])| ParamSpec {
+            path: path.split('.').map(str::to_owned).collect(),
+            shape: shape.to_vec(),
+            trainable: true,
+        };
+        list.iter().map(param).collect()
+    }
+
+    fn unit_names(policy: &WrapPolicy, list: &[(&str, &[usize])]) -> Vec<String> {
+        let plan = Plan::new(policy, &params(list), &Mesh::one_dim(2), Stage::Parameters).unwrap();
+        plan.params().iter().map(|param| plan.units()[param.unit].name.clone()).collect()
+    }
+
+    #[test]
+    fn each_element_is_a_unit_and_an_option_is_one() {
+        let policy = WrapPolicy::new().field("blocks", FieldRule::units()).field("extra", FieldRule::units());
+        let names =
+            unit_names(&policy, &[("blocks.0.w", &[2]), ("blocks.10.w", &[2]), ("extra.w", &[2]), ("norm.w", &[2])]);
+        assert_eq!(names, ["blocks.0", "blocks.10", "extra", "root"]);
+    }
+
+    #[test]
+    fn an_inner_rule_wins_over_the_rule_around_it() {
+        let block = WrapPolicy::new().field("experts", FieldRule::units());
+        let policy =
+            WrapPolicy::new().field("blocks", FieldRule::units()).nested("blocks", WrapPolicy::each(block.clone()));
+        let names = unit_names(&policy, &[("blocks.0.gate.w", &[2]), ("blocks.0.experts.1.w", &[2])]);
+        assert_eq!(names, ["blocks.0", "blocks.0.experts.1"]);
+    }
+
+    #[test]
+    fn ignored_parameters_are_not_planned() {
+        let policy = WrapPolicy::new().field("teacher", FieldRule::ignore());
+        let list = params(&[("teacher.w", &[2]), ("student.w", &[2])]);
+        let plan = Plan::new(&policy, &list, &Mesh::one_dim(2), Stage::Parameters).unwrap();
+        assert_eq!(plan.ignored(), ["teacher.w"]);
+        assert_eq!(plan.num_params(), 2);
+        let nothing = Plan::new(&policy, &list[..1], &Mesh::one_dim(2), Stage::Parameters);
+        assert_eq!(nothing, Err(PlanError::NoParameters));
+    }
+
+    #[test]
+    fn a_policy_that_matches_nothing_warns() {
+        let policy = WrapPolicy::new().field("blokcs", FieldRule::units());
+        let plan =
+            Plan::new(&policy, &params(&[("blocks.0.w", &[2])]), &Mesh::one_dim(2), Stage::Parameters).unwrap();
+        let expected = [PlanWarning::RuleMatchesNothing { path: "blokcs".into() }, PlanWarning::NoUnits];
+        assert_eq!(plan.warnings(), expected);
+    }
+
+    #[test]
+    fn a_unit_with_most_parameters_warns_with_its_share() {
+        let policy = WrapPolicy::new().field("a", FieldRule::unit()).field("b", FieldRule::unit());
+        let list = params(&[("a.w", &[9]), ("b.w", &[1])]);
+        let plan = Plan::new(&policy, &list, &Mesh::one_dim(2), Stage::Parameters).unwrap();
+        assert_eq!(plan.warnings(), [PlanWarning::LargeUnit { unit: "a".into(), share: 0.9 }]);
+        assert!(plan.warnings()[0].to_string().contains("`a` holds 90%"));
+    }
+
+    #[test]
+    fn the_table_shows_logical_and_local_sizes() {
+        let policy = WrapPolicy::new().field("blocks", FieldRule::units()).field("gate", FieldRule::root().replicate());
+        let list = params(&[("blocks.0.w", &[1000, 3]), ("gate.w", &[5])]);
+        let plan = Plan::new(&policy, &list, &Mesh::one_dim(4), Stage::Parameters).unwrap();
+        let table = plan.table(0);
+        let expected = "\
+unit      parameters  logical  local
+blocks.0           1    3,000    750
+root               1        5      5  stays gathered, replicated
+total              2    3,005    755  elements
+";
+        assert_eq!(table, expected);
+    }
+}

@@ -1,0 +1,474 @@
+//! The order in which units are gathered, freed, reduced and stepped: a pure state machine.
+//!
+//! It is told what the model does ("unit 3 is needed in forward") and answers with a list of [`Action`]s. The engine
+//! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
+//! clock and no peers, so that every rank that is told the same answers the same.
+
+use crate::Stage;
+
+/// Index of a unit in the plan.
+pub type UnitIndex = usize;
+
+/// One thing for the engine to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Start the all-gather of the unit's parameters.
+    Gather(UnitIndex),
+    /// Wait until the unit is gathered.
+    WaitGather(UnitIndex),
+    /// Drop the gathered copy. One that is still under way is dropped when it arrives.
+    Free(UnitIndex),
+    /// Start the reduction of the unit's gradients over the ranks.
+    Reduce(UnitIndex),
+    /// Wait until the unit's gradients are reduced.
+    WaitReduce(UnitIndex),
+    /// Update the parameters that this rank steps.
+    Step(UnitIndex),
+    /// Start the all-gather of the updated parameters (stages 1 and 2).
+    Publish(UnitIndex),
+    /// Wait until the updated parameters of all ranks have arrived.
+    WaitPublish(UnitIndex),
+}
+
+/// How many units are gathered ahead of the one in use.
+///
+/// Each costs the memory of one gathered unit and hides the time of one gather; 0 hides nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefetchDepth {
+    /// In forward.
+    pub forward: usize,
+    /// In backward.
+    pub backward: usize,
+}
+
+/// What the schedule must know of a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnitTraits {
+    /// Its parameters are cut (stage 3) and have to be gathered before use.
+    pub gathered_on_use: bool,
+    /// It stays gathered from its first use in forward until backward is done with it.
+    pub keep: bool,
+    /// It has parameters that receive gradients.
+    pub trainable: bool,
+    /// Prefetch depth in forward while this unit is in use, if it differs from the configuration.
+    pub prefetch: Option<usize>,
+}
+
+/// Where the parameters of a unit are.
+///
+/// ```text
+///            gather             arrived
+///  Sharded ----------> Gathering --------> Gathered
+///     ^                    |                   |
+///     +--------------------+-------------------+
+///                        free
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnitState {
+    /// Only this rank's block is here.
+    Sharded,
+    /// The all-gather is under way.
+    Gathering,
+    /// The whole unit is here.
+    Gathered,
+}
+
+/// A transition that the diagram of [`UnitState`] does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a unit that is {from:?} cannot {call}")]
+pub struct WrongOrder {
+    /// The state that refused.
+    pub from: UnitState,
+    /// What was asked of it.
+    pub call: &'static str,
+}
+
+impl UnitState {
+    /// Starts a gather.
+    ///
+    /// # Errors
+    /// If the unit is gathered or being gathered already: it would be sent twice.
+    pub fn gather(&mut self) -> Result<(), WrongOrder> {
+        match self {
+            UnitState::Sharded => *self = UnitState::Gathering,
+            _ => return Err(WrongOrder { from: *self, call: "start a gather" }),
+        }
+        Ok(())
+    }
+
+    /// The gather has arrived.
+    ///
+    /// # Errors
+    /// If none was under way.
+    pub fn arrived(&mut self) -> Result<(), WrongOrder> {
+        match self {
+            UnitState::Gathering => *self = UnitState::Gathered,
+            _ => return Err(WrongOrder { from: *self, call: "finish a gather" }),
+        }
+        Ok(())
+    }
+
+    /// Drops the gathered copy.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn free(&mut self) -> Result<(), WrongOrder> {
+        match self {
+            UnitState::Sharded => return Err(WrongOrder { from: *self, call: "be freed" }),
+            _ => *self = UnitState::Sharded,
+        }
+        Ok(())
+    }
+}
+
+/// What the model is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pass {
+    /// Nothing since the last backward or step.
+    Idle,
+    /// A forward that will have a backward.
+    Forward { cursor: usize },
+    /// A forward without one.
+    Evaluate { cursor: usize },
+    Backward { cursor: usize },
+}
+
+#[derive(Clone, Debug)]
+struct Unit {
+    traits: UnitTraits,
+    state: UnitState,
+    /// Uses recorded in forward whose gradients have not arrived.
+    pending_gradients: usize,
+    /// All gradients of this backward are here; the reduction waits for its turn.
+    gradients_ready: bool,
+}
+
+/// The state machine. See the module's documentation.
+///
+/// ```
+/// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTraits};
+///
+/// let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None };
+/// let mut schedule = Schedule::new(Stage::Parameters, &[unit; 3], PrefetchDepth { forward: 1, backward: 1 });
+///
+/// // The first forward learns the order, so nothing is prefetched yet.
+/// assert_eq!(schedule.forward(0), [Gather(0), WaitGather(0)]);
+/// assert_eq!(schedule.forward(1), [Free(0), Gather(1), WaitGather(1)]);
+/// assert_eq!(schedule.forward(2), [Free(1), Gather(2), WaitGather(2)]);
+///
+/// // Backward knows it: the last unit is still here, the one before it is gathered ahead.
+/// schedule.begin_backward(true);
+/// assert_eq!(schedule.backward(2), [Gather(1)]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    stage: Stage,
+    units: Vec<Unit>,
+    depth: PrefetchDepth,
+    pass: Pass,
+    current: Option<UnitIndex>,
+    /// Order of use, learned in the last complete pass of each kind and checked in every later one.
+    forward_order: Vec<UnitIndex>,
+    backward_order: Vec<UnitIndex>,
+    /// Order of use in the pass that is going on.
+    recording: Vec<UnitIndex>,
+    /// The order of reductions, the same on every rank. Empty until the first backward.
+    reduce_order: Vec<UnitIndex>,
+    next_reduce: usize,
+    reduce_in_backward: bool,
+    reduce_in_flight: Option<UnitIndex>,
+    /// Reductions started since the last step and not waited for.
+    reduces_pending: Vec<UnitIndex>,
+    first_uses: Vec<UnitIndex>,
+}
+
+impl Schedule {
+    /// A schedule for units in plan order.
+    pub fn new(stage: Stage, units: &[UnitTraits], depth: PrefetchDepth) -> Self {
+        let unit = |&traits: &UnitTraits| Unit {
+            traits,
+            state: UnitState::Sharded,
+            pending_gradients: 0,
+            gradients_ready: false,
+        };
+        Self {
+            stage,
+            units: units.iter().map(unit).collect(),
+            depth,
+            pass: Pass::Idle,
+            current: None,
+            forward_order: Vec::new(),
+            backward_order: Vec::new(),
+            recording: Vec::new(),
+            reduce_order: Vec::new(),
+            next_reduce: 0,
+            reduce_in_backward: true,
+            reduce_in_flight: None,
+            reduces_pending: Vec::new(),
+            first_uses: Vec::new(),
+        }
+    }
+
+    /// Where the parameters of `unit` are.
+    pub fn state(&self, unit: UnitIndex) -> UnitState {
+        self.units[unit].state
+    }
+
+    /// A parameter of `unit` is needed in a forward that will have a backward.
+    pub fn forward(&mut self, unit: UnitIndex) -> Vec<Action> {
+        let cursor = match self.pass {
+            Pass::Forward { cursor } => cursor,
+            _ => {
+                self.recording.clear();
+                self.first_uses.clear();
+                self.current = None;
+                0
+            }
+        };
+        if self.current != Some(unit) {
+            self.recording.push(unit);
+        }
+        if !self.first_uses.contains(&unit) {
+            self.first_uses.push(unit);
+        }
+        let cursor = find_next(&self.forward_order, cursor, unit);
+        self.pass = Pass::Forward { cursor };
+        self.demand(unit, &self.forward_window(unit, cursor))
+    }
+
+    /// A parameter of `unit` is needed in a forward without a backward. The learned order is used but not changed.
+    pub fn evaluate(&mut self, unit: UnitIndex) -> Vec<Action> {
+        let cursor = match self.pass {
+            Pass::Evaluate { cursor } => cursor,
+            _ => 0,
+        };
+        let cursor = find_next(&self.forward_order, cursor, unit);
+        self.pass = Pass::Evaluate { cursor };
+        self.demand(unit, &self.forward_window(unit, cursor))
+    }
+
+    /// One more use of a trainable parameter of `unit` was recorded for backward.
+    pub fn gradient_expected(&mut self, unit: UnitIndex) {
+        self.units[unit].pending_gradients += 1;
+    }
+
+    /// Whether the order of reductions still has to be agreed upon among the ranks; see
+    /// [`Schedule::set_reduce_order`].
+    pub fn needs_reduce_order(&self) -> bool {
+        self.reduce_order.is_empty() && self.units.iter().any(|unit| unit.traits.trainable)
+    }
+
+    /// The order in which this rank expects its gradients to be ready: the reverse of the first uses in forward, then
+    /// the units that this forward did not use.
+    pub fn expected_reduce_order(&self) -> Vec<UnitIndex> {
+        let mut order: Vec<UnitIndex> = self.first_uses.iter().rev().copied().collect();
+        let unused = (0..self.units.len()).rev().filter(|unit| !self.first_uses.contains(unit));
+        order.extend(unused);
+        order.retain(|&unit| self.units[unit].traits.trainable);
+        order
+    }
+
+    /// Fixes the order of reductions. All ranks must be given the same order, or their reductions would not meet; a
+    /// rank on which gradients appear in another order holds them back until their turn.
+    pub fn set_reduce_order(&mut self, order: Vec<UnitIndex>) {
+        self.reduce_order = order;
+    }
+
+    /// Backward begins. With `reduce`, gradients are reduced in it: as they appear, at stage 1 when it ends. Without,
+    /// they stay where they are, for [`Schedule::reduce_rest`] after a later backward.
+    pub fn begin_backward(&mut self, reduce: bool) {
+        self.reduce_in_backward = reduce;
+        if self.recording != self.forward_order {
+            self.forward_order = self.recording.clone();
+            self.backward_order = self.forward_order.iter().rev().copied().collect();
+        }
+        self.recording.clear();
+        self.next_reduce = 0;
+        self.pass = Pass::Backward { cursor: 0 };
+    }
+
+    /// A parameter of `unit` is needed in backward.
+    pub fn backward(&mut self, unit: UnitIndex) -> Vec<Action> {
+        let Pass::Backward { cursor } = self.pass else {
+            return self.evaluate(unit);
+        };
+        let cursor = find_next(&self.backward_order, cursor, unit);
+        self.pass = Pass::Backward { cursor };
+        if self.recording.last() != Some(&unit) {
+            self.recording.push(unit);
+        }
+        let window = window(&self.backward_order, cursor, unit, self.depth.backward);
+        self.demand(unit, &window)
+    }
+
+    /// One gradient of `unit` has been computed. When it is the last one expected, the unit is freed and its reduction
+    /// starts as soon as it is its turn.
+    ///
+    /// A gradient that no forward announced is accepted: it is reduced when backward ends.
+    pub fn gradient(&mut self, unit: UnitIndex) -> Vec<Action> {
+        let pending = &mut self.units[unit].pending_gradients;
+        if *pending == 0 {
+            return Vec::new();
+        }
+        *pending -= 1;
+        if *pending > 0 {
+            return Vec::new();
+        }
+        self.units[unit].gradients_ready = true;
+        let mut actions = Vec::new();
+        self.free(unit, &mut actions);
+        if self.reduce_in_backward && self.stage != Stage::OptimizerState {
+            while let Some(&next) = self.reduce_order.get(self.next_reduce) {
+                if !self.units[next].gradients_ready {
+                    break;
+                }
+                self.reduce(next, &mut actions);
+            }
+        }
+        actions
+    }
+
+    /// Backward has returned: drops what is still gathered and starts the reductions that were not due yet.
+    pub fn end_backward(&mut self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for unit in 0..self.units.len() {
+            self.units[unit].pending_gradients = 0;
+            self.free(unit, &mut actions);
+        }
+        if self.reduce_in_backward {
+            actions.extend(self.reduce_rest());
+        }
+        if !self.recording.is_empty() {
+            self.backward_order = std::mem::take(&mut self.recording);
+        }
+        self.pass = Pass::Idle;
+        self.current = None;
+        actions
+    }
+
+    /// Starts all reductions that this backward has not started, in their order. A unit that had no gradient on this
+    /// rank is among them: its peers may have one.
+    pub fn reduce_rest(&mut self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        while let Some(&next) = self.reduce_order.get(self.next_reduce) {
+            self.reduce(next, &mut actions);
+        }
+        for unit in &mut self.units {
+            unit.gradients_ready = false;
+        }
+        actions
+    }
+
+    /// Waits for the reductions that are still under way: before a norm over all gradients, or another backward.
+    pub fn finish_reduces(&mut self) -> Vec<Action> {
+        self.reduce_in_flight = None;
+        self.reduces_pending.drain(..).map(Action::WaitReduce).collect()
+    }
+
+    /// An optimizer step over all trainable units, in the order in which their gradients arrive. Afterwards no gathered
+    /// copy is left, since each would be out of date.
+    pub fn step(&mut self) -> Vec<Action> {
+        let mut actions = self.forget_gathered();
+        let publish = matches!(self.stage, Stage::OptimizerState | Stage::Gradients);
+        let mut published = None;
+        for &unit in &self.reduce_order {
+            if self.reduces_pending.contains(&unit) {
+                actions.push(Action::WaitReduce(unit));
+            }
+            actions.push(Action::Step(unit));
+            if publish {
+                actions.push(Action::Publish(unit));
+                // At most two units are published at once: the older one must have arrived.
+                actions.extend(published.replace(unit).map(Action::WaitPublish));
+            }
+        }
+        actions.extend(published.map(Action::WaitPublish));
+        self.reduces_pending.clear();
+        self.reduce_in_flight = None;
+        actions
+    }
+
+    /// The parameters changed: drops every gathered copy.
+    pub fn forget_gathered(&mut self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for unit in 0..self.units.len() {
+            self.free(unit, &mut actions);
+        }
+        self.pass = Pass::Idle;
+        self.current = None;
+        actions
+    }
+
+    fn forward_window(&self, unit: UnitIndex, cursor: usize) -> Vec<UnitIndex> {
+        let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
+        window(&self.forward_order, cursor, unit, depth)
+    }
+
+    /// Makes `unit` present and the rest of `window` under way, and frees what is neither in the window nor kept.
+    fn demand(&mut self, unit: UnitIndex, window: &[UnitIndex]) -> Vec<Action> {
+        let Unit { traits, state, .. } = &self.units[unit];
+        if self.current == Some(unit) && (!traits.gathered_on_use || *state == UnitState::Gathered) {
+            return Vec::new();
+        }
+        self.current = Some(unit);
+        let mut actions = Vec::new();
+        for other in 0..self.units.len() {
+            let Unit { traits, pending_gradients, .. } = self.units[other];
+            let in_backward = matches!(self.pass, Pass::Backward { .. });
+            let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
+            if !needed {
+                self.free(other, &mut actions);
+            }
+        }
+        for &next in window {
+            let Unit { traits, state, .. } = &mut self.units[next];
+            if traits.gathered_on_use && state.gather().is_ok() {
+                actions.push(Action::Gather(next));
+            }
+        }
+        if self.units[unit].state.arrived().is_ok() {
+            actions.push(Action::WaitGather(unit));
+        }
+        actions
+    }
+
+    fn free(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        if self.units[unit].state.free().is_ok() {
+            actions.push(Action::Free(unit));
+        }
+    }
+
+    /// Starts a reduction, once the one before it is done: so that at most two units of full gradients exist, the one
+    /// being reduced and the one being computed.
+    fn reduce(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        if let Some(previous) = self.reduce_in_flight.replace(unit) {
+            actions.push(Action::WaitReduce(previous));
+            self.reduces_pending.retain(|&pending| pending != previous);
+        }
+        actions.push(Action::Reduce(unit));
+        self.reduces_pending.push(unit);
+        self.next_reduce += 1;
+    }
+}
+
+/// The position of `unit` at or after `cursor`, else from the start, else `cursor`.
+fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
+    let position = |from: usize| order.iter().skip(from).position(|&other| other == unit).map(|at| at + from);
+    position(cursor).or_else(|| position(0)).unwrap_or(cursor)
+}
+
+/// `unit` and the `depth` distinct units used after it.
+fn window(order: &[UnitIndex], cursor: usize, unit: UnitIndex, depth: usize) -> Vec<UnitIndex> {
+    let mut window = vec![unit];
+    if order.get(cursor) == Some(&unit) {
+        for &next in &order[cursor + 1..] {
+            if window.len() > depth {
+                break;
+            }
+            if !window.contains(&next) {
+                window.push(next);
+            }
+        }
+    }
+    window
+}

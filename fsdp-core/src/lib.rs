@@ -1,9 +1,24 @@
 //! Sharded training, without a tensor library.
 
+mod config;
+mod cost;
 mod dtype;
 mod layout;
+mod memory;
+mod mesh;
 mod policy;
+mod spec;
+mod stage;
 
+pub use config::{
+    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,
+    TrainingConfig, config_keys,
+};
+pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use layout::ShardLayout;
+pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
+pub use mesh::{Axis, Mesh, MeshError};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
+pub use spec::{PartitionSpec, SpecError};
+pub use stage::{Stage, UnknownStage};

@@ -1,0 +1,235 @@
+//! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
+
+use super::choice::{Accumulate, GradientReduction, NonFinite};
+use super::{Config, print};
+use crate::{Mesh, Stage};
+
+/// One key. [`config_keys`] lists them all.
+#[derive(Debug)]
+pub struct ConfigKey {
+    /// The table that holds the key, as `training` in `[training]`; empty for keys at the top.
+    pub table: &'static str,
+    /// The name in the table.
+    pub name: &'static str,
+    /// What it sets.
+    pub meaning: &'static str,
+    /// What it costs in memory, traffic or time.
+    pub cost: &'static str,
+    pub(super) kind: Kind,
+}
+
+/// What a key takes, and which field of [`Config`] it is.
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// An integer from `min`, to `max` where there is one.
+    Integer { min: usize, max: Option<usize>, get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// A number from `min` to `max`, of `unit`.
+    Number { min: f64, max: f64, unit: &'static str, get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
+    /// A positive finite number, or nothing.
+    OptionalPositive { get: fn(&Config) -> Option<f64>, set: fn(&mut Config, Option<f64>) },
+    /// One of `names`, by its index.
+    Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// A table of axes, or nothing.
+    OptionalMesh { get: fn(&Config) -> Option<&Mesh>, set: fn(&mut Config, Option<Mesh>) },
+}
+
+impl ConfigKey {
+    /// The key with its table: `training.accumulate`.
+    pub fn path(&self) -> String {
+        if self.table.is_empty() { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
+    }
+
+    /// What it takes: "an integer from 0 to 3".
+    pub fn allowed(&self) -> String {
+        match &self.kind {
+            Kind::Integer { min, max: Some(max), .. } => format!("an integer from {min} to {max}"),
+            Kind::Integer { min, max: None, .. } => format!("an integer of at least {min}"),
+            Kind::Number { min, max, unit, .. } => format!("a number from {min} to {max:e} {unit}"),
+            Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
+            Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
+            Kind::OptionalMesh { .. } => "a table of axes, such as { replicate = 2, shard = 4 }".to_owned(),
+        }
+    }
+
+    /// The default as TOML, or `None` for an optional key.
+    pub fn default_value(&self) -> Option<String> {
+        print::value(&self.kind, &Config::default())
+    }
+}
+
+/// All keys, table by table, in the order in which they are printed.
+///
+/// ```
+/// let key = fsdp_core::config_keys().iter().find(|key| key.path() == "training.accumulate").unwrap();
+/// assert_eq!(key.allowed(), "\"reduced\" or \"local\"");
+/// assert_eq!(key.default_value().as_deref(), Some("\"reduced\""));
+/// ```
+pub fn config_keys() -> &'static [ConfigKey] {
+    KEYS
+}
+
+static KEYS: &[ConfigKey] = &[
+    ConfigKey {
+        table: "",
+        name: "stage",
+        meaning: "How much is sharded: 0 nothing (DDP), 1 optimizer state, 2 gradients too, 3 parameters too (FSDP).",
+        cost: "Stage 3 sends 1.5 times what stages 0 to 2 send.",
+        kind: Kind::Integer {
+            min: 0,
+            max: Some(Stage::ALL.len() - 1),
+            get: |config| config.stage.number().into(),
+            set: |config, number| config.stage = Stage::ALL[number],
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "world_size",
+        meaning: "Number of ranks, which are threads of this process.",
+        cost: "Each rank holds its own activations and its share of the sharded state.",
+        kind: Kind::Integer {
+            min: 1,
+            max: None,
+            get: |config| config.world_size,
+            set: |config, world_size| config.world_size = world_size,
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "mesh",
+        meaning: "The ranks as a grid of the axes `replicate` and `shard`, slowest first; sizes multiply to world_size. \
+                  Not set: all ranks along `shard`.",
+        cost: "State is cut over `shard` only, so each index of `replicate` holds one more copy.",
+        kind: Kind::OptionalMesh { get: |config| config.mesh.as_ref(), set: |config, mesh| config.mesh = mesh },
+    },
+    ConfigKey {
+        table: "",
+        name: "timeout_s",
+        meaning: "Seconds after which every wait of a collective ends with an error.",
+        cost: "After a rank has failed silently, the others wait at most this long.",
+        kind: Kind::Number {
+            min: 0.001,
+            max: 1e9,
+            unit: "seconds",
+            get: |config| config.timeout_s,
+            set: |config, seconds| config.timeout_s = seconds,
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "threads_per_rank",
+        meaning: "Compute threads of each rank; 0 means cores / world_size, at least 1.",
+        cost: "More than cores / world_size makes ranks compete for cores.",
+        kind: Kind::Integer {
+            min: 0,
+            max: None,
+            get: |config| config.threads_per_rank,
+            set: |config, num_threads| config.threads_per_rank = num_threads,
+        },
+    },
+    ConfigKey {
+        table: "prefetch",
+        name: "forward",
+        meaning: "Units gathered ahead of the one that computes, in forward (stage 3).",
+        cost: "Each holds up to one more gathered unit in memory.",
+        kind: Kind::Integer {
+            min: 0,
+            max: None,
+            get: |config| config.prefetch.forward,
+            set: |config, depth| config.prefetch.forward = depth,
+        },
+    },
+    ConfigKey {
+        table: "prefetch",
+        name: "backward",
+        meaning: "Units gathered ahead of the one that computes, in backward (stage 3).",
+        cost: "Each holds up to one more gathered unit in memory.",
+        kind: Kind::Integer {
+            min: 0,
+            max: None,
+            get: |config| config.prefetch.backward,
+            set: |config, depth| config.prefetch.backward = depth,
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "gradient_accumulation",
+        meaning: "Micro-batches per optimizer step.",
+        cost: "Every micro-batch gathers again at stage 3, and is reduced as `accumulate` says.",
+        kind: Kind::Integer {
+            min: 1,
+            max: None,
+            get: |config| config.training.gradient_accumulation,
+            set: |config, num_batches| config.training.gradient_accumulation = num_batches,
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "accumulate",
+        meaning: "\"reduced\": every micro-batch is reduced, and gradients stay sharded. \"local\": reduced once per step.",
+        cost: "\"local\" holds full gradients until the step, 4 bytes per parameter on every rank.",
+        kind: Kind::Choice {
+            names: Accumulate::NAMES,
+            get: |config| config.training.accumulate as usize,
+            set: |config, index| config.training.accumulate = Accumulate::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "gradient_reduction",
+        meaning: "Whether the gradients of the ranks become their mean or their sum.",
+        cost: "None.",
+        kind: Kind::Choice {
+            names: GradientReduction::NAMES,
+            get: |config| config.training.gradient_reduction as usize,
+            set: |config, index| config.training.gradient_reduction = GradientReduction::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "gradient_clip_norm",
+        meaning: "Largest L2 norm of all gradients over all ranks; beyond it they are scaled down. Not set: no clipping.",
+        cost: "One all-reduce of a single number per step.",
+        kind: Kind::OptionalPositive {
+            get: |config| config.training.gradient_clip_norm,
+            set: |config, norm| config.training.gradient_clip_norm = norm,
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "non_finite",
+        meaning: "When the global gradient norm is NaN or infinite: \"error\" ends the step with an error, \"skip\" leaves \
+                  the update out (both keep the weights), \"propagate\" goes ahead.",
+        cost: "\"error\" and \"skip\" need the global norm: one all-reduce of a single number per step.",
+        kind: Kind::Choice {
+            names: NonFinite::NAMES,
+            get: |config| config.training.non_finite as usize,
+            set: |config, index| config.training.non_finite = NonFinite::ALL[index],
+        },
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_a_table_stand_together_and_names_are_unique() {
+        let mut tables: Vec<_> = KEYS.iter().map(|key| key.table).collect();
+        tables.dedup();
+        assert_eq!(tables, ["", "prefetch", "training"]);
+        let mut names: Vec<_> = KEYS.iter().map(|key| key.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), KEYS.len(), "a misplaced key is found by its name alone");
+    }
+
+    #[test]
+    fn every_key_is_explained() {
+        for key in config_keys() {
+            assert!(key.meaning.ends_with('.') && key.cost.ends_with('.'), "{}", key.path());
+            assert!(!key.allowed().is_empty());
+        }
+        let optional: Vec<_> = KEYS.iter().filter(|key| key.default_value().is_none()).map(ConfigKey::path).collect();
+        assert_eq!(optional, ["mesh", "training.gradient_clip_norm"]);
+    }
+}

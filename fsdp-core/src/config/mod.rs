@@ -1,0 +1,348 @@
+//! The configuration of a run: plain fields, read strictly from TOML or JSON, and printed with every default.
+//!
+//! The keys are one table (`keys.rs`): reading, checking, printing and documentation all go through it, so a key cannot
+//! be accepted without meaning anything.
+
+mod choice;
+mod error;
+mod keys;
+mod nearest;
+mod print;
+mod read;
+mod tree;
+
+use std::path::Path;
+use std::time::Duration;
+
+pub use choice::{Accumulate, GradientReduction, NonFinite};
+pub use error::{ConfigError, Location, Place};
+pub use keys::{ConfigKey, config_keys};
+
+use crate::{Mesh, Stage};
+
+/// How a run is sharded, and how it trains. [`config_keys`] explains every key of the file.
+///
+/// Unknown keys are errors that name the nearest key, the file and the place:
+///
+/// ```
+/// use fsdp_core::Config;
+///
+/// let text = "stage = 2\nworld_size = 4\n[training]\ngradient_clip_nrom = 1.0\n";
+/// assert_eq!(
+///     Config::from_toml(text, "zero2.toml").unwrap_err().to_string(),
+///     "zero2.toml:4:1: unknown key `training.gradient_clip_nrom`; did you mean `gradient_clip_norm`?"
+/// );
+///
+/// let config = Config::from_toml(&text.replace("nrom", "norm"), "zero2.toml")?;
+/// assert_eq!(config.training.gradient_clip_norm, Some(1.0));
+/// assert_eq!(config.prefetch.forward, 1);
+/// // What is printed is complete, and reads back as the same configuration.
+/// assert_eq!(Config::from_toml(&config.to_toml(), "printed")?, config);
+/// # Ok::<(), fsdp_core::ConfigError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// How much is sharded. Default: stage 3.
+    pub stage: Stage,
+    /// Number of ranks, threads of this process. Default: 1.
+    pub world_size: usize,
+    /// The ranks as a grid whose sizes multiply to the world size. Default: `None`, all ranks along the shard axis.
+    pub mesh: Option<Mesh>,
+    /// Every wait of a collective ends after this many seconds. Default: 300.
+    pub timeout_s: f64,
+    /// Compute threads of each rank; 0 shares the cores evenly. Default: 0. See [`Config::compute_threads`].
+    pub threads_per_rank: usize,
+    /// Gathers ahead of use.
+    pub prefetch: PrefetchConfig,
+    /// What happens to gradients.
+    pub training: TrainingConfig,
+}
+
+/// How many units are gathered ahead of the one that computes. Each costs the largest unit's full size in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefetchConfig {
+    /// In forward. Default: 1.
+    pub forward: usize,
+    /// In backward. Default: 1.
+    pub backward: usize,
+}
+
+/// What happens to gradients between backward and the optimizer's update.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainingConfig {
+    /// Micro-batches per optimizer step. Default: 1.
+    pub gradient_accumulation: usize,
+    /// When micro-batches are reduced. Default: [`Accumulate::Reduced`].
+    pub accumulate: Accumulate,
+    /// Mean or sum over the ranks. Default: [`GradientReduction::Mean`].
+    pub gradient_reduction: GradientReduction,
+    /// Largest global L2 norm of the gradients, over all parameters of all ranks. Default: `None`, no clipping.
+    pub gradient_clip_norm: Option<f64>,
+    /// What to do when the global gradient norm is NaN or infinite. Default: [`NonFinite::Error`].
+    pub non_finite: NonFinite,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            stage: Stage::default(),
+            world_size: 1,
+            mesh: None,
+            timeout_s: 300.0,
+            threads_per_rank: 0,
+            prefetch: PrefetchConfig::default(),
+            training: TrainingConfig::default(),
+        }
+    }
+}
+
+impl Default for PrefetchConfig {
+    fn default() -> Self {
+        Self { forward: 1, backward: 1 }
+    }
+}
+
+impl Default for TrainingConfig {
+    fn default() -> Self {
+        Self {
+            gradient_accumulation: 1,
+            accumulate: Accumulate::default(),
+            gradient_reduction: GradientReduction::default(),
+            gradient_clip_norm: None,
+            non_finite: NonFinite::default(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads a `.toml` or `.json` file. An empty TOML file means all defaults.
+    ///
+    /// # Errors
+    /// Where the file cannot be read, its name ends differently, or its content is refused: see [`Config::from_toml`].
+    pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        let file = path.as_ref();
+        let read = match file.extension().and_then(|extension| extension.to_str()) {
+            Some("toml") => Self::from_toml,
+            Some("json") => Self::from_json,
+            _ => return Err(ConfigError::UnknownFormat { file: file.to_owned() }),
+        };
+        let text =
+            std::fs::read_to_string(file).map_err(|source| ConfigError::Read { file: file.to_owned(), source })?;
+        read(&text, &file.display().to_string())
+    }
+
+    /// Reads TOML. `origin` is the file name, or whatever else errors should call the text.
+    ///
+    /// # Errors
+    /// At the first mistake in the text: a broken syntax, an unknown or misplaced key, a value of the wrong type or out
+    /// of range, or keys that contradict each other.
+    pub fn from_toml(text: &str, origin: &str) -> Result<Self, ConfigError> {
+        read::read(tree::parse_toml(text, origin)?, origin)
+    }
+
+    /// Reads JSON with the same keys and checks as TOML. Errors in keys and values come without line and column.
+    ///
+    /// # Errors
+    /// As [`Config::from_toml`].
+    pub fn from_json(text: &str, origin: &str) -> Result<Self, ConfigError> {
+        read::read(tree::parse_json(text, origin)?, origin)
+    }
+
+    /// Checks values that were set in code, as reading checks those of a file.
+    ///
+    /// ```
+    /// use fsdp_core::Config;
+    ///
+    /// let config = Config { world_size: 0, ..Config::default() };
+    /// assert_eq!(
+    ///     config.validate().unwrap_err().to_string(),
+    ///     "Config: `world_size` is 0; it must be an integer of at least 1"
+    /// );
+    /// ```
+    ///
+    /// # Errors
+    /// At the first value that is out of range, or a mesh whose product is not the world size.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        read::validate(self)
+    }
+
+    /// The configuration as TOML, with every key, its meaning, its cost and its value, defaults included. A valid
+    /// configuration reads back equal; optional keys that are not set come as comments.
+    pub fn to_toml(&self) -> String {
+        print::to_toml(self)
+    }
+
+    /// The mesh, or all ranks along the shard axis where none is set.
+    ///
+    /// # Panics
+    /// If no mesh is set and the world size is 0, which [`Config::validate`] refuses.
+    pub fn resolved_mesh(&self) -> Mesh {
+        self.mesh.clone().unwrap_or_else(|| Mesh::one_dim(self.world_size))
+    }
+
+    /// [`Config::timeout_s`] as a duration.
+    ///
+    /// # Panics
+    /// If it is negative, NaN or beyond a duration's range, which [`Config::validate`] refuses.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.timeout_s)
+    }
+
+    /// Compute threads of each rank on a machine of `num_cores` cores: [`Config::threads_per_rank`], or where that is
+    /// 0 an even share, at least 1.
+    pub fn compute_threads(&self, num_cores: usize) -> usize {
+        match self.threads_per_rank {
+            0 => (num_cores / self.world_size.max(1)).max(1),
+            num_threads => num_threads,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Axis;
+
+    #[test]
+    fn an_empty_file_means_all_defaults() {
+        for text in ["", "\n# nothing yet\n"] {
+            assert_eq!(Config::from_toml(text, "empty.toml").unwrap(), Config::default());
+        }
+        assert_eq!(Config::from_json("{}", "empty.json").unwrap(), Config::default());
+        Config::default().validate().unwrap();
+    }
+
+    #[test]
+    fn toml_and_json_of_every_key_agree() {
+        let toml = r#"
+            stage = 1
+            world_size = 6
+            mesh = { shard = 3, replicate = 2 }
+            timeout_s = 2.5
+            threads_per_rank = 2
+            prefetch = { forward = 0, backward = 3 }
+            [training]
+            gradient_accumulation = 4
+            accumulate = "local"
+            gradient_reduction = "sum"
+            gradient_clip_norm = 1
+            non_finite = "skip"
+        "#;
+        let json = r#"{
+            "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
+            "threads_per_rank": 2, "prefetch": {"forward": 0, "backward": 3},
+            "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
+                         "gradient_clip_norm": 1, "non_finite": "skip"}
+        }"#;
+        let expected = Config {
+            stage: Stage::OptimizerState,
+            world_size: 6,
+            mesh: Some(Mesh::new([(Axis::Shard, 3), (Axis::Replicate, 2)]).unwrap()),
+            timeout_s: 2.5,
+            threads_per_rank: 2,
+            prefetch: PrefetchConfig { forward: 0, backward: 3 },
+            training: TrainingConfig {
+                gradient_accumulation: 4,
+                accumulate: Accumulate::Local,
+                gradient_reduction: GradientReduction::Sum,
+                gradient_clip_norm: Some(1.0),
+                non_finite: NonFinite::Skip,
+            },
+        };
+        assert_eq!(Config::from_toml(toml, "t").unwrap(), expected);
+        assert_eq!(Config::from_json(json, "t").unwrap(), expected);
+        assert_eq!(expected.timeout(), Duration::from_millis(2500));
+    }
+
+    #[test]
+    fn load_reads_by_the_name_of_the_file() {
+        let folder = std::env::temp_dir().join(format!("fsdp-core-config-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let (toml, json) = (folder.join("run.toml"), folder.join("run.json"));
+        fs::write(&toml, "world_size = 3").unwrap();
+        fs::write(&json, "{\"world_size\": 5}").unwrap();
+        assert_eq!(Config::load(&toml).unwrap().world_size, 3);
+        assert_eq!(Config::load(&json).unwrap().world_size, 5);
+        fs::remove_dir_all(&folder).unwrap();
+
+        let missing = Config::load(&toml).unwrap_err();
+        assert!(matches!(&missing, ConfigError::Read { file, .. } if *file == toml));
+        assert_eq!(
+            missing.to_string(),
+            format!(
+                "cannot read the configuration {}: No such file or directory (os error 2); pass the path of a TOML or \
+                 JSON file (an empty .toml file means all defaults)",
+                toml.display()
+            )
+        );
+        assert_eq!(
+            Config::load("run.yaml").unwrap_err().to_string(),
+            "run.yaml: a configuration is TOML or JSON; let the name of the file end in .toml or .json"
+        );
+    }
+
+    #[test]
+    fn threads_are_shared_evenly_unless_given() {
+        let config = |world_size, threads_per_rank| Config { world_size, threads_per_rank, ..Config::default() };
+        assert_eq!(config(4, 0).compute_threads(10), 2);
+        assert_eq!(config(4, 0).compute_threads(2), 1);
+        assert_eq!(config(4, 7).compute_threads(2), 7);
+    }
+
+    #[test]
+    fn the_mesh_defaults_to_all_ranks_along_the_shard_axis() {
+        let config = Config { world_size: 5, ..Config::default() };
+        assert_eq!(config.resolved_mesh(), Mesh::one_dim(5));
+    }
+
+    prop_compose! {
+        fn any_config()(
+            stage in 0..4usize,
+            (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
+            (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
+            (forward, backward) in (0..10usize, 0..10usize),
+            gradient_accumulation in 1..100usize,
+            (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
+            gradient_clip_norm in proptest::option::of(1e-30..1e30f64),
+        ) -> Config {
+            let mesh = match mesh {
+                0 => None,
+                1 => Some(vec![(Axis::Replicate, replicate), (Axis::Shard, shard)]),
+                2 => Some(vec![(Axis::Shard, shard), (Axis::Replicate, replicate)]),
+                _ => Some(vec![(Axis::Shard, replicate * shard)]),
+            };
+            Config {
+                stage: Stage::ALL[stage],
+                world_size: replicate * shard,
+                mesh: mesh.map(|axes| Mesh::new(axes).unwrap()),
+                timeout_s,
+                threads_per_rank,
+                prefetch: PrefetchConfig { forward, backward },
+                training: TrainingConfig {
+                    gradient_accumulation,
+                    accumulate: Accumulate::ALL[accumulate],
+                    gradient_reduction: GradientReduction::ALL[reduction],
+                    gradient_clip_norm,
+                    non_finite: NonFinite::ALL[non_finite],
+                },
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_valid_configuration_reads_back_equal_and_prints_the_same(config in any_config()) {
+            config.validate().unwrap();
+            let printed = config.to_toml();
+            let read = Config::from_toml(&printed, "printed").unwrap();
+            prop_assert_eq!(&read, &config);
+            prop_assert_eq!(read.to_toml(), printed);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! A configuration as TOML, complete and explained.
+
+use super::Config;
+use super::keys::{Kind, config_keys};
+
+/// Every key with its explanation and its value; see [`Config::to_toml`].
+pub(super) fn to_toml(config: &Config) -> String {
+    let mut text = String::new();
+    let mut table = "";
+    for key in config_keys() {
+        if key.table != table {
+            table = key.table;
+            text += &format!("[{table}]\n\n");
+        }
+        let name = key.name;
+        let value =
+            value(&key.kind, config).map_or(format!("# {name} is not set"), |value| format!("{name} = {value}"));
+        text += &format!("{}{}{value}\n\n", comment(key.meaning), comment(&format!("Cost: {}", key.cost)));
+    }
+    text.truncate(text.trim_end().len());
+    text.push('\n');
+    text
+}
+
+/// The words as comment lines of at most 100 columns.
+fn comment(words: &str) -> String {
+    let mut lines = String::new();
+    let mut line = String::from("#");
+    for word in words.split_whitespace() {
+        if line.len() + 1 + word.len() > 100 {
+            lines += &line;
+            lines.push('\n');
+            line = String::from("#");
+        }
+        line.push(' ');
+        line += word;
+    }
+    lines + &line + "\n"
+}
+
+/// The value of one key as TOML, or `None` where an optional key is not set.
+pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
+    match kind {
+        Kind::Integer { get, .. } => Some(get(config).to_string()),
+        // Debug keeps the point or the exponent, which make it a TOML float, and all digits.
+        Kind::Number { get, .. } => Some(format!("{:?}", get(config))),
+        Kind::OptionalPositive { get, .. } => get(config).map(|number| format!("{number:?}")),
+        Kind::Choice { names, get, .. } => Some(format!("\"{}\"", names[get(config)])),
+        Kind::OptionalMesh { get, .. } => get(config).map(ToString::to_string),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_printed_default_is_complete() {
+        let printed = Config::default().to_toml();
+        assert!(printed.lines().all(|line| line.len() <= 100), "{printed}");
+        let keys: String = printed
+            .lines()
+            .filter(|l| !l.is_empty() && (!l.starts_with('#') || l.ends_with("not set")))
+            .map(|l| format!("{l}\n"))
+            .collect();
+        assert_eq!(
+            keys,
+            r#"stage = 3
+world_size = 1
+# mesh is not set
+timeout_s = 300.0
+threads_per_rank = 0
+[prefetch]
+forward = 1
+backward = 1
+[training]
+gradient_accumulation = 1
+accumulate = "reduced"
+gradient_reduction = "mean"
+# gradient_clip_norm is not set
+non_finite = "error"
+"#
+        );
+        assert!(printed.starts_with("# How much is sharded: 0 nothing (DDP)"), "{printed}");
+        assert!(printed.contains("# Cost: Stage 3 sends 1.5 times what stages 0 to 2 send.\nstage = 3\n\n"));
+    }
+}

@@ -1,0 +1,354 @@
+//! Bytes per rank, predicted from sizes alone: what a stage holds, before anything is allocated.
+//!
+//! The formulas are those of Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion
+//! Parameter Models", 2020, arXiv:1910.02054.
+
+use std::fmt;
+
+use crate::{Accumulate, ShardLayout, Stage};
+
+/// The optimizer, as far as memory knows it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OptimizerKind {
+    /// Adam or AdamW: two moments.
+    #[default]
+    Adam,
+    /// SGD with momentum: one velocity.
+    SgdMomentum,
+    /// Plain SGD: nothing.
+    Sgd,
+}
+
+impl OptimizerKind {
+    /// Elements of state for each parameter element, 4 bytes each.
+    pub fn state_elements_per_parameter(self) -> u64 {
+        match self {
+            OptimizerKind::Adam => 2,
+            OptimizerKind::SgdMomentum => 1,
+            OptimizerKind::Sgd => 0,
+        }
+    }
+}
+
+/// The element type of parameters and gradients in forward and backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ComputePrecision {
+    /// 4 bytes; the optimizer updates the parameters themselves.
+    #[default]
+    F32,
+    /// 2 bytes (bf16 or f16); the optimizer updates a float32 master copy, which counts as its state.
+    Mixed16,
+}
+
+impl ComputePrecision {
+    /// Bytes of one element of a parameter or a gradient.
+    pub fn element_bytes(self) -> u64 {
+        match self {
+            ComputePrecision::F32 => 4,
+            ComputePrecision::Mixed16 => 2,
+        }
+    }
+
+    /// Bytes of the float32 master copy of one element.
+    pub fn master_bytes(self) -> u64 {
+        match self {
+            ComputePrecision::F32 => 0,
+            ComputePrecision::Mixed16 => 4,
+        }
+    }
+}
+
+/// What decides the memory of a rank. All lengths are in elements.
+///
+/// With P parameters on N ranks, in float32 with Adam: stage 0 holds 16P bytes, 1 holds 8P + 8P/N, 2 holds 4P + 12P/N,
+/// and 3 holds 16P/N and the gathered units. Mixed precision holds 2P + 2P + 12P in place of 4P + 4P + 8P.
+///
+/// ```
+/// use fsdp_core::{MemoryModel, Stage, human_bytes};
+///
+/// let states = Stage::ALL.map(|stage| {
+///     let model = MemoryModel { stage, num_shards: 8, ..MemoryModel::new(7_000_000_000) };
+///     human_bytes(model.average().state_bytes())
+/// });
+/// assert_eq!(states, ["104.3 GiB", "58.7 GiB", "35.9 GiB", "13.0 GiB"]);
+/// ```
+///
+/// Left out, because it depends on the run: the full gradient of the unit whose reduction is on its way, buffers of a
+/// communicator, temporaries of kernels, and what the allocator rounds up. Activations come in as a number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryModel {
+    /// Parameters of the whole model.
+    pub parameter_len: u64,
+    /// Ranks along the shard axis: the world size, unless the mesh replicates.
+    pub num_shards: u64,
+    /// How much is sharded.
+    pub stage: Stage,
+    /// What the optimizer keeps.
+    pub optimizer: OptimizerKind,
+    /// Element type of parameters and gradients.
+    pub precision: ComputePrecision,
+    /// Whether full gradients are held until the step, whatever the stage says.
+    pub accumulate: Accumulate,
+    /// Parameters of the largest unit. Matters at stage 3 only.
+    pub largest_unit_len: u64,
+    /// Parameters of the units that stay gathered from forward to backward. Matters at stage 3 only.
+    pub kept_len: u64,
+    /// Units gathered ahead of the one that computes: the larger of forward and backward. Matters at stage 3 only.
+    pub prefetch: u64,
+    /// What forward keeps for backward, in bytes per rank, where it is known.
+    pub activation_bytes: Option<u64>,
+}
+
+impl MemoryModel {
+    /// `parameter_len` parameters on one rank at stage 3 in float32 with Adam, nothing gathered, activations unknown.
+    pub fn new(parameter_len: u64) -> Self {
+        Self {
+            parameter_len,
+            num_shards: 1,
+            stage: Stage::default(),
+            optimizer: OptimizerKind::default(),
+            precision: ComputePrecision::default(),
+            accumulate: Accumulate::default(),
+            largest_unit_len: 0,
+            kept_len: 0,
+            prefetch: 0,
+            activation_bytes: None,
+        }
+    }
+
+    /// The estimate for shards of equal size, P/N elements (rounded up).
+    ///
+    /// # Panics
+    /// If `num_shards` is 0.
+    pub fn average(&self) -> MemoryEstimate {
+        self.estimate(self.parameter_len, self.parameter_len.div_ceil(self.num_shards))
+    }
+
+    /// The estimate for one rank from the layouts of all parameters, exact where rows do not divide. `coordinate` is the
+    /// rank's index along the shard axis. [`MemoryModel::parameter_len`] and [`MemoryModel::num_shards`] are not used:
+    /// the layouts know both.
+    ///
+    /// ```
+    /// use fsdp_core::{MemoryModel, ShardLayout};
+    ///
+    /// // 5 rows over 4 ranks are 2, 2, 1 and 0 rows of 3 elements, 16 bytes each.
+    /// let layouts = [ShardLayout::new(&[5, 3], 0, 4)];
+    /// let bytes = [0, 1, 2, 3].map(|rank| MemoryModel::new(0).exact(&layouts, rank).state_bytes());
+    /// assert_eq!(bytes, [96, 96, 48, 0]);
+    /// ```
+    pub fn exact<'a>(&self, layouts: impl IntoIterator<Item = &'a ShardLayout>, coordinate: usize) -> MemoryEstimate {
+        let (full_len, shard_len) = layouts.into_iter().fold((0, 0), |(full_len, shard_len), layout| {
+            (full_len + layout.full_len() as u64, shard_len + layout.shard_len(coordinate) as u64)
+        });
+        self.estimate(full_len, shard_len)
+    }
+
+    fn estimate(&self, full_len: u64, shard_len: u64) -> MemoryEstimate {
+        let held = |is_sharded| if is_sharded { shard_len } else { full_len };
+        let element_bytes = self.precision.element_bytes();
+        let optimizer_bytes = 4 * self.optimizer.state_elements_per_parameter() + self.precision.master_bytes();
+        let shards_gradients = self.stage.shards_gradients() && self.accumulate == Accumulate::Reduced;
+        let gathered_len = if self.stage.shards_parameters() {
+            // No more than the whole model can be gathered, however deep the prefetch.
+            let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
+            window_len.saturating_add(self.kept_len).min(full_len)
+        } else {
+            0
+        };
+        MemoryEstimate {
+            parameter_bytes: element_bytes * held(self.stage.shards_parameters()),
+            gradient_bytes: element_bytes * held(shards_gradients),
+            optimizer_bytes: optimizer_bytes * held(self.stage.shards_optimizer()),
+            gathered_bytes: element_bytes * gathered_len,
+            activation_bytes: self.activation_bytes,
+        }
+    }
+}
+
+/// Bytes on one rank, by what they hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryEstimate {
+    /// Parameters between their uses.
+    pub parameter_bytes: u64,
+    /// Gradients until the step.
+    pub gradient_bytes: u64,
+    /// Optimizer state, with the float32 master copy in mixed precision.
+    pub optimizer_bytes: u64,
+    /// Units that are gathered at once, at most.
+    pub gathered_bytes: u64,
+    /// Activations, where they are known.
+    pub activation_bytes: Option<u64>,
+}
+
+impl MemoryEstimate {
+    /// Parameters, gradients and optimizer state: what lives through the whole run.
+    pub fn state_bytes(&self) -> u64 {
+        self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+    }
+
+    /// States, gathered units and activations, or `None` where activations are not known.
+    pub fn total_bytes(&self) -> Option<u64> {
+        self.activation_bytes.map(|activations| self.state_bytes() + self.gathered_bytes + activations)
+    }
+}
+
+/// One line for each part, and the sum; activations that are not known are said to be left out.
+impl fmt::Display for MemoryEstimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [
+            ("parameters", self.parameter_bytes),
+            ("gradients", self.gradient_bytes),
+            ("optimizer state", self.optimizer_bytes),
+            ("gathered units", self.gathered_bytes),
+        ];
+        for (name, bytes) in parts {
+            writeln!(f, "{name:<15} {:>10}", human_bytes(bytes))?;
+        }
+        match self.activation_bytes.zip(self.total_bytes()) {
+            Some((activations, total)) => {
+                writeln!(f, "{:<15} {:>10}", "activations", human_bytes(activations))?;
+                write!(f, "{:<15} {:>10}", "total", human_bytes(total))
+            }
+            None => {
+                let without = human_bytes(self.state_bytes() + self.gathered_bytes);
+                write!(f, "{:<15} {without:>10}  (activations not included)", "total")
+            }
+        }
+    }
+}
+
+/// The least number of ranks among which `state_bytes` fit, or `None` where a device has no room at all. For states that
+/// are sharded whole, as at stage 3; gathered units and activations reduce `usable_bytes_per_device`.
+///
+/// ```
+/// // 7e9 parameters at 16 bytes, on devices with 20 GiB left for states.
+/// assert_eq!(fsdp_core::min_ranks(7_000_000_000 * 16, 20 << 30), Some(6));
+/// ```
+pub fn min_ranks(state_bytes: u64, usable_bytes_per_device: u64) -> Option<u64> {
+    (usable_bytes_per_device > 0).then(|| state_bytes.div_ceil(usable_bytes_per_device).max(1))
+}
+
+/// Bytes in binary units with one decimal: `13.0 GiB`; below 1 KiB as they are: `512 B`.
+pub fn human_bytes(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    let mut unit = "B";
+    for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
+        // What would round to 1024.0 is 1.0 of the next unit.
+        let limit = if unit == "B" { 1024.0 } else { 1023.95 };
+        if value < limit {
+            break;
+        }
+        value /= 1024.0;
+        unit = larger;
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(model: &MemoryModel) -> [u64; 4] {
+        let estimate = model.average();
+        let MemoryEstimate { parameter_bytes, gradient_bytes, optimizer_bytes, gathered_bytes, .. } = estimate;
+        [parameter_bytes, gradient_bytes, optimizer_bytes, gathered_bytes]
+    }
+
+    #[test]
+    fn each_stage_holds_what_its_formula_says() {
+        // P = 80, N = 8.
+        let of = |stage| MemoryModel { stage, num_shards: 8, ..MemoryModel::new(80) };
+        assert_eq!(bytes(&of(Stage::Ddp)), [320, 320, 640, 0]);
+        assert_eq!(bytes(&of(Stage::OptimizerState)), [320, 320, 80, 0]);
+        assert_eq!(bytes(&of(Stage::Gradients)), [320, 40, 80, 0]);
+        assert_eq!(bytes(&of(Stage::Parameters)), [40, 40, 80, 0]);
+    }
+
+    #[test]
+    fn mixed_precision_adds_the_master_copy_to_the_optimizer() {
+        let mixed = |stage, num_shards| MemoryModel {
+            stage,
+            num_shards,
+            precision: ComputePrecision::Mixed16,
+            ..MemoryModel::new(80)
+        };
+        assert_eq!(bytes(&mixed(Stage::Ddp, 8)), [160, 160, 960, 0]);
+        assert_eq!(bytes(&mixed(Stage::Gradients, 8)), [160, 20, 120, 0]);
+    }
+
+    #[test]
+    fn optimizers_differ_by_their_state_only() {
+        let states = [OptimizerKind::Adam, OptimizerKind::SgdMomentum, OptimizerKind::Sgd]
+            .map(|optimizer| bytes(&MemoryModel { optimizer, ..MemoryModel::new(80) })[2]);
+        assert_eq!(states, [640, 320, 0]);
+    }
+
+    #[test]
+    fn gathered_units_follow_the_prefetch_depth_at_stage_3_only() {
+        let gathered = |stage, prefetch, kept_len| {
+            let model = MemoryModel { stage, prefetch, kept_len, largest_unit_len: 10, ..MemoryModel::new(80) };
+            bytes(&model)[3]
+        };
+        assert_eq!(gathered(Stage::Parameters, 0, 0), 40);
+        assert_eq!(gathered(Stage::Parameters, 2, 0), 120);
+        assert_eq!(gathered(Stage::Parameters, 2, 5), 140);
+        assert_eq!(gathered(Stage::Parameters, u64::MAX, 0), 320, "never more than the whole model");
+        assert_eq!(gathered(Stage::Gradients, 2, 5), 0);
+    }
+
+    #[test]
+    fn local_accumulation_holds_full_gradients_at_every_stage() {
+        for stage in Stage::ALL {
+            let model = MemoryModel { stage, num_shards: 8, accumulate: Accumulate::Local, ..MemoryModel::new(80) };
+            assert_eq!(bytes(&model)[1], 320, "{stage}");
+        }
+    }
+
+    #[test]
+    fn exact_sizes_add_up_to_the_whole_and_show_the_uneven_ranks() {
+        let layouts = [ShardLayout::new(&[5, 3], 0, 4), ShardLayout::new(&[2], 0, 4), ShardLayout::new(&[], 0, 4)];
+        let of = |rank| MemoryModel::new(0).exact(&layouts, rank).state_bytes();
+        assert_eq!([0, 1, 2, 3].map(of), [16 * (6 + 1 + 1), 16 * (6 + 1), 16 * 3, 0]);
+        assert_eq!([0, 1, 2, 3].map(of).iter().sum::<u64>(), 16 * 18);
+
+        let ddp = MemoryModel { stage: Stage::Ddp, ..MemoryModel::new(0) };
+        assert_eq!(ddp.exact(&layouts, 3).state_bytes(), 16 * 18);
+    }
+
+    #[test]
+    fn unknown_activations_are_said_to_be_left_out() {
+        let model = MemoryModel { num_shards: 2, largest_unit_len: 1024, ..MemoryModel::new(4096) };
+        assert_eq!(
+            model.average().to_string(),
+            "parameters         8.0 KiB\ngradients          8.0 KiB\noptimizer state   16.0 KiB\n\
+             gathered units     4.0 KiB\ntotal             36.0 KiB  (activations not included)"
+        );
+        assert_eq!(model.average().total_bytes(), None);
+        let known = MemoryModel { activation_bytes: Some(512), ..model };
+        assert_eq!(known.average().total_bytes(), Some(36 * 1024 + 512));
+        assert!(known.average().to_string().ends_with("activations          512 B\ntotal             36.5 KiB"));
+    }
+
+    #[test]
+    fn bytes_read_in_the_unit_that_fits() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (1024 * 1024 - 1, "1.0 MiB"),
+            (13_038_516_045, "12.1 GiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(human_bytes(bytes), text);
+        }
+    }
+
+    #[test]
+    fn the_least_number_of_ranks_rounds_up() {
+        assert_eq!(min_ranks(100, 50), Some(2));
+        assert_eq!(min_ranks(101, 50), Some(3));
+        assert_eq!(min_ranks(0, 50), Some(1));
+        assert_eq!(min_ranks(1, 0), None);
+    }
+}

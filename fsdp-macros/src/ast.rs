@@ -8,7 +8,7 @@ use syn::{Attribute, Data, DeriveInput, Fields, Ident, Type, Variant};
 use crate::attr::{self, Word};
 use crate::bounds;
 use crate::errors::Errors;
-use crate::validate;
+use crate::validate::{self, Rule};
 
 /// A field of a struct, or a variant of an enum of modules.
 #[derive(Debug)]
@@ -20,29 +20,6 @@ pub(crate) struct Field<'a> {
     pub(crate) rule: Option<Rule>,
     /// Whether the rules of the field's type follow, prefixed with the field's name.
     pub(crate) nested: bool,
-}
-
-/// What a field says about its parameters, free of contradictions.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Rule {
-    pub(crate) role: Role,
-    pub(crate) keep: bool,
-    pub(crate) replicate: bool,
-    pub(crate) spec: Option<Vec<Option<String>>>,
-    pub(crate) prefetch: Option<u32>,
-    pub(crate) precision: Option<String>,
-    pub(crate) offload: Option<String>,
-}
-
-/// Which unit the parameters of a field belong to.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) enum Role {
-    Unit,
-    Units,
-    /// The unit around the field.
-    #[default]
-    Root,
-    Ignore,
 }
 
 /// Reads the fields of `input` that carry attributes; reports each mistake on the way.

@@ -2,26 +2,35 @@
 
 use proc_macro2::{Ident, TokenStream, TokenTree};
 use quote::ToTokens;
-use syn::{Generics, Path, Type, WhereClause, parse_quote};
-
-use crate::ast::Field;
+use syn::{Generics, Path, PredicateType, Type, WhereClause, WherePredicate, parse_quote};
 
 /// The where clause of the impl: each nested type that depends on a type parameter must be `Sharded`.
 ///
 /// The bound is on the field's type, not on the parameter: `PhantomData<T>` beside it must not restrict `T`, and
 /// `T::Inner` needs it where `T` does not. A type without parameters needs none: the compiler looks it up.
-pub(crate) fn where_clause(generics: &Generics, fields: &[Field<'_>], krate: &Path) -> Option<WhereClause> {
+pub(crate) fn where_clause<'a>(
+    generics: &Generics,
+    nested: impl Iterator<Item = &'a Type>,
+    krate: &Path,
+) -> Option<WhereClause> {
     let mut bounded: Vec<&Type> = Vec::new();
-    for field in fields.iter().filter(|field| field.nested) {
-        let is_generic = names(field.ty).iter().any(|name| generics.type_params().any(|param| param.ident == *name));
-        if is_generic && !bounded.contains(&field.ty) {
-            bounded.push(field.ty);
+    for ty in nested {
+        let is_generic = names(ty).iter().any(|name| generics.type_params().any(|param| param.ident == *name));
+        if is_generic && !bounded.contains(&ty) {
+            bounded.push(ty);
         }
     }
     let mut generics = generics.clone();
     if !bounded.is_empty() {
-        let predicates = &mut generics.make_where_clause().predicates;
-        predicates.extend(bounded.into_iter().map(|ty| -> syn::WherePredicate { parse_quote!(#ty: #krate::Sharded) }));
+        let predicates = bounded.into_iter().map(|ty| {
+            WherePredicate::Type(PredicateType {
+                lifetimes: None,
+                bounded_ty: ty.clone(),
+                colon_token: Default::default(),
+                bounds: parse_quote!(#krate::Sharded),
+            })
+        });
+        generics.make_where_clause().predicates.extend(predicates);
     }
     generics.where_clause
 }
@@ -62,44 +71,33 @@ fn collect(tokens: TokenStream, names: &mut Vec<Ident>) {
 #[cfg(test)]
 mod tests {
     use quote::quote;
-    use syn::{Data, DeriveInput};
+    use syn::ItemStruct;
 
     use super::*;
-    use crate::ast;
-    use crate::errors::Errors;
 
-    fn printed(input: DeriveInput) -> String {
-        let mut errors = Errors::default();
-        let fields = ast::fields(&input, &mut errors);
-        assert_eq!(errors.num_found(), 0);
-        assert!(matches!(input.data, Data::Struct(_)));
-        where_clause(&input.generics, &fields, &parse_quote!(f)).to_token_stream().to_string()
+    /// The where clause of the impl for `item`, all of whose fields are nested.
+    fn printed(item: ItemStruct) -> String {
+        let nested = item.fields.iter().map(|field| &field.ty);
+        where_clause(&item.generics, nested, &parse_quote!(f)).to_token_stream().to_string()
     }
 
     #[test]
-    fn only_nested_types_with_a_type_parameter_are_bounded() {
-        let input = parse_quote!(
+    fn each_nested_type_with_a_type_parameter_is_bounded_once() {
+        let item = parse_quote!(
             struct Model<'a, T, U, const N: usize>
             where
                 U: Clone,
             {
-                #[shard(nested)]
                 plain: Encoder,
-                #[shard(nested)]
                 sized: [Encoder; N],
-                #[shard(nested)]
                 borrowed: Encoder<'a>,
-                #[shard(units, nested)]
                 blocks: Vec<Block<T>>,
-                #[shard(nested)]
                 same: Vec<Block<T>>,
-                #[shard(unit)]
-                not_nested: U,
-                marker: PhantomData<U>,
+                projected: U::Inner,
             }
         );
-        let expected = quote!(where U: Clone, Vec<Block<T> >: f::Sharded).to_string();
-        assert_eq!(printed(input), expected);
+        let expected = quote!(where U: Clone, Vec<Block<T> >: f::Sharded, U::Inner: f::Sharded).to_string();
+        assert_eq!(printed(item), expected);
     }
 
     #[test]
@@ -107,23 +105,20 @@ mod tests {
         assert_eq!(
             printed(parse_quote!(
                 struct Model<T> {
-                    #[shard(unit)]
-                    field: T,
+                    field: Linear,
                 }
             )),
             ""
         );
-        assert_eq!(
-            printed(parse_quote!(
-                struct Model<T>
-                where
-                    T: Copy,
-                {
-                    field: T,
-                }
-            )),
-            quote!(where T: Copy,).to_string()
+        let item = parse_quote!(
+            struct Model<T>
+            where
+                T: Copy,
+            {
+                field: Linear,
+            }
         );
+        assert_eq!(printed(item), quote!(where T: Copy,).to_string());
     }
 
     #[test]

@@ -24,9 +24,10 @@ use quote::{quote, quote_spanned};
 use syn::spanned::Spanned;
 use syn::{DeriveInput, Path};
 
-use crate::ast::{self, Field, Role, Rule};
+use crate::ast::{self, Field};
 use crate::attr::{self, CratePath};
 use crate::errors::Errors;
+use crate::validate::{Role, Rule};
 use crate::{bounds, crate_path};
 
 /// The whole derive, on tokens that need no compiler around them.
@@ -55,7 +56,8 @@ pub(crate) fn derive(input: TokenStream) -> TokenStream {
 fn implementation(input: &DeriveInput, fields: &[Field<'_>], krate: &Path) -> TokenStream {
     let ident = &input.ident;
     let (impl_generics, ty_generics, _) = input.generics.split_for_impl();
-    let where_clause = bounds::where_clause(&input.generics, fields, krate);
+    let nested = fields.iter().filter(|field| field.nested).map(|field| field.ty);
+    let where_clause = bounds::where_clause(&input.generics, nested, krate);
     let calls = fields.iter().map(|field| calls(field, krate));
     quote! {
         const _: () = {

@@ -8,9 +8,9 @@
 //! | `errors` | collects mistakes |
 //! | `words` | the vocabulary, and the nearest word to a typing slip |
 //! | `attr` | reads one attribute, word by word |
-//! | `ast` | the type as fields with rules |
 //! | `validate` | turns the words of a field into a rule, or says why they are none |
 //! | `bounds` | the where clause |
+//! | `ast` | the type as fields with rules |
 //! | `crate_path` | finds `fsdp_burn`, also under another name |
 //! | `expand` | writes the impl |
 

@@ -4,10 +4,32 @@
 
 use syn::Ident;
 
-use crate::ast::{Role, Rule};
 use crate::attr::{FieldWords, Given, Word};
 use crate::errors::Errors;
 use crate::words;
+
+/// What a field says about its parameters, free of contradictions.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Rule {
+    pub(crate) role: Role,
+    pub(crate) keep: bool,
+    pub(crate) replicate: bool,
+    pub(crate) spec: Option<Vec<Option<String>>>,
+    pub(crate) prefetch: Option<u32>,
+    pub(crate) precision: Option<String>,
+    pub(crate) offload: Option<String>,
+}
+
+/// Which unit the parameters of a field belong to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) enum Role {
+    Unit,
+    Units,
+    /// The unit around the field.
+    #[default]
+    Root,
+    Ignore,
+}
 
 /// Checks the words of a field; its rule, if the words are one.
 ///

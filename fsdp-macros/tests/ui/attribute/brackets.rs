@@ -1,0 +1,17 @@
+//! Brackets in place of parentheses.
+
+#[path = "../../fsdp/mod.rs"]
+mod fsdp;
+
+use fsdp_macros::Sharded;
+
+struct Linear;
+
+#[derive(Sharded)]
+#[shard(crate = "fsdp")]
+struct Model {
+    #[shard[unit]]
+    field: Linear,
+}
+
+fn main() {}

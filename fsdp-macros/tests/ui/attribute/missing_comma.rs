@@ -1,0 +1,17 @@
+//! Two words without a comma.
+
+#[path = "../../fsdp/mod.rs"]
+mod fsdp;
+
+use fsdp_macros::Sharded;
+
+struct Linear;
+
+#[derive(Sharded)]
+#[shard(crate = "fsdp")]
+struct Model {
+    #[shard(unit keep)]
+    field: Linear,
+}
+
+fn main() {}

@@ -1,0 +1,17 @@
+//! The attribute alone.
+
+#[path = "../../fsdp/mod.rs"]
+mod fsdp;
+
+use fsdp_macros::Sharded;
+
+struct Linear;
+
+#[derive(Sharded)]
+#[shard(crate = "fsdp")]
+struct Model {
+    #[shard]
+    field: Linear,
+}
+
+fn main() {}

@@ -5,7 +5,9 @@ mod dtype;
 mod layout;
 mod policy;
 
-pub use comm::{AbortCause, CommError, Communicator, GatherPart, Issued, OpKind, OpTag, Phase, Reduce, ReducePart};
+pub use comm::{
+    AbortCause, CommError, Communicator, GatherPart, Issued, LocalWorld, OpKind, OpTag, Phase, Reduce, ReducePart,
+};
 pub use dtype::Dtype;
 pub use layout::ShardLayout;
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};

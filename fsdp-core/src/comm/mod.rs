@@ -10,8 +10,13 @@
 //! Sums are added in the order of ranks, `((r0 + r1) + r2) + ...`, then scaled, by whichever rank and in whatever
 //! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
 
+mod call;
+mod check;
 mod error;
+mod local;
 mod op;
+mod shared;
+mod sum;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -19,6 +24,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 pub use error::{AbortCause, CommError, Issued};
+pub use local::LocalWorld;
 pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
 
 use crate::ShardLayout;

@@ -22,7 +22,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Flex, TensorMetadata};
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Action, CommError, Dtype, GatherPart, OpTag, Pending, Phase, Plan, PlannedParam, PrefetchDepth, Reduce,
+    AbortCause, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam, PrefetchDepth, Reduce,
     ReducePart, Schedule, ShardLayout, UnitIndex,
 };
 
@@ -35,8 +35,7 @@ use crate::links::Links;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
     pub(crate) depth: PrefetchDepth,
-    /// Applied to each sum over ranks.
-    pub(crate) reduce: Reduce,
+    pub(crate) reduction: GradientReduction,
     /// Every backward reduces; otherwise only the last one before a step.
     pub(crate) reduce_every_backward: bool,
     /// Backwards per optimizer step.
@@ -160,6 +159,11 @@ impl Engine {
 
     pub(crate) fn accumulation(&self) -> usize {
         self.settings.accumulation
+    }
+
+    /// Gradients are means over ranks and micro-batches; otherwise sums.
+    pub(crate) fn reduces_to_mean(&self) -> bool {
+        self.settings.reduction == GradientReduction::Mean
     }
 
     /// Optimizer steps done, backwards since the last one.
@@ -305,11 +309,6 @@ impl Engine {
         } else {
             stored
         }
-    }
-
-    /// Replaces the optimizer's view of a parameter. Where the whole is resident, publishing follows.
-    pub(crate) fn set_block(&self, param: usize, block: Bytes) {
-        self.set_stored(param, block);
     }
 
     /// Shape of the optimizer's view of a parameter.
@@ -497,7 +496,7 @@ impl Engine {
             split,
             whole,
             tag: self.tag(state, Phase::Backward, unit),
-            reduce: self.settings.reduce,
+            reduce: self.reduce(),
             shard: self.links.reduce_shard.clone(),
             replicas: self.links.reduce_replicas.clone(),
         };
@@ -584,6 +583,11 @@ impl Engine {
         state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
     }
 
+    /// What is done with each sum over ranks.
+    fn reduce(&self) -> Reduce {
+        if self.reduces_to_mean() { Reduce::mean(self.links.reduce_world.world_size()) } else { Reduce::SUM }
+    }
+
     fn misuse(&self, problem: &str, remedy: &'static str) -> Error {
         Error::Misuse { problem: format!("rank {}: {problem}", self.links.control.rank()), remedy }
     }
@@ -637,8 +641,8 @@ impl ReduceJob {
 /// The result, how long the caller stood still for it, and how long the communication thread was busy with it.
 fn wait<T>(pending: Pending<T>) -> Result<(T, Duration, Duration), CommError> {
     let start = Instant::now();
-    let (value, timing) = pending.wait_timed()?;
-    Ok((value, start.elapsed(), timing.duration()))
+    let (value, timing) = pending.wait_timed();
+    Ok((value?, start.elapsed(), timing.duration()))
 }
 
 /// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.

@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::tensor::{Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
-    Axis, Dtype, GradientReduction, Mesh, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout,
+    Axis, Dtype, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout,
 };
 
 use crate::distribute::{attach, distribute, refresh};
@@ -56,7 +56,7 @@ impl ShardedGradients {
 impl<M: Module + Sharded> ShardedModel<M> {
     pub(crate) fn new(module: M, rank: &Rank) -> Result<Self, Error> {
         let config = rank.config();
-        let mesh = config.mesh.clone().unwrap_or_else(|| Mesh::one_dim(config.world_size));
+        let mesh = config.resolved_mesh();
         let entries = survey(&module)?;
         let specs: Vec<_> = entries.iter().filter(|entry| entry.is_param).map(|entry| entry.spec.clone()).collect();
         let plan = Plan::new(&M::wrap_policy(), &specs, &mesh, config.stage)?;
@@ -70,10 +70,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let training = &config.training;
         let settings = Settings {
             depth: PrefetchDepth::from(&config.prefetch),
-            reduce: match training.gradient_reduction {
-                GradientReduction::Mean => Reduce::mean(config.world_size),
-                GradientReduction::Sum => Reduce::SUM,
-            },
+            reduction: training.gradient_reduction,
             reduce_every_backward: training.accumulate == fsdp_core::Accumulate::Reduced,
             accumulation: training.gradient_accumulation,
         };
@@ -204,8 +201,9 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Puts the engine's parameters into the model, after a step.
-    pub(crate) fn refresh(self) -> Self {
-        Self { module: refresh(self.module, &self.entries, &self.engine), ..self }
+    pub(crate) fn refresh(&mut self) {
+        // A module is mapped by value; the clone shares all tensors and is dropped right away.
+        self.module = refresh(self.module.clone(), &self.entries, &self.engine);
     }
 }
 

@@ -4,20 +4,25 @@
 //! blocks, unit by unit, whatever the model itself stores at the stage.
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
+use bytes::Bytes;
+use fsdp_core::Dtype;
 
-/// A parameter of any rank.
+use crate::host;
+
+/// A parameter of any number of dimensions.
 macro_rules! ranked {
     ($($variant:ident = $dim:literal),+) => {
         #[derive(Clone, Debug)]
         pub(crate) enum Ranked { $($variant(Param<Tensor<$dim>>)),+ }
 
         impl Ranked {
-            /// The parameter of the rank `dim`, made by `new`.
-            pub(crate) fn new(dim: usize, id: ParamId, new: &impl NewTensor) -> Option<Self> {
-                match dim {
-                    $($dim => Some(Ranked::$variant(Param::initialized(id, new.tensor::<$dim>()))),)+
-                    _ => None,
+            /// The parameter `id` with as many dimensions as `block` has.
+            pub(crate) fn new(id: ParamId, block: BlockTensor) -> Self {
+                match block.shape.len() {
+                    $($dim => Ranked::$variant(Param::initialized(id, block.tensor::<$dim>())),)+
+                    dims => unreachable!("parameters with {dims} dimensions are refused when the model is sharded"),
                 }
             }
         }
@@ -34,9 +39,33 @@ macro_rules! ranked {
 }
 ranked!(D1 = 1, D2 = 2, D3 = 3, D4 = 4, D5 = 5, D6 = 6, D7 = 7, D8 = 8);
 
-/// Makes a tensor of a rank that is known only when the program runs.
-pub(crate) trait NewTensor {
-    fn tensor<const D: usize>(&self) -> Tensor<D>;
+impl Ranked {
+    /// Makes this the gradient of the parameter with the same id.
+    pub(crate) fn register(self, gradients: &mut GradientsParams) {
+        each_rank!(self, param => gradients.register(param.id, param.into_value()));
+    }
+
+    /// The elements.
+    pub(crate) fn into_bytes(self) -> Bytes {
+        each_rank!(self, param => host::into_bytes(param.into_value()))
+    }
+}
+
+/// A tensor of a number of dimensions that is known only when the program runs.
+pub(crate) struct BlockTensor<'a> {
+    pub(crate) bytes: Bytes,
+    pub(crate) shape: &'a [usize],
+    pub(crate) dtype: Dtype,
+    /// Multiplies every element.
+    pub(crate) factor: f64,
+}
+
+impl BlockTensor<'_> {
+    fn tensor<const D: usize>(self) -> Tensor<D> {
+        let tensor = host::tensor(self.bytes, self.shape, self.dtype, &Device::flex());
+        // Multiplying by 1 changes nothing but the time it takes.
+        if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) }
+    }
 }
 
 /// One block with the name the optimizer knows it by.

@@ -1,15 +1,21 @@
 //! Sharded training, without a tensor library.
 
+mod comm;
 mod config;
 mod cost;
 mod dtype;
 mod layout;
 mod memory;
 mod mesh;
+mod plan;
 mod policy;
+mod schedule;
 mod spec;
 mod stage;
 
+pub use comm::{
+    AbortCause, CommError, Communicator, GatherPart, Issued, LocalWorld, OpKind, OpTag, Phase, Reduce, ReducePart,
+};
 pub use config::{
     Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,
     TrainingConfig, config_keys,
@@ -19,6 +25,8 @@ pub use dtype::Dtype;
 pub use layout::ShardLayout;
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
+pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
+pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::{FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides};
+use crate::{
+    FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
+};
 use crate::{UnitTraits, WrapPolicy};
 
 /// Name of the unit of all parameters that no rule puts elsewhere.
@@ -55,7 +57,7 @@ pub struct Unit {
 }
 
 /// Something in the plan that is legal and probably not meant.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum PlanWarning {
     /// No rule names a unit: the whole model is one unit.
     NoUnits,
@@ -81,7 +83,10 @@ impl fmt::Display for PlanWarning {
                  mark the repeated part of the model with #[shard(units)]",
             ),
             PlanWarning::RuleMatchesNothing { path } => {
-                write!(f, "the rule for `{path}` matches no parameter (an empty Vec, None, or a field without parameters)")
+                write!(
+                    f,
+                    "the rule for `{path}` matches no parameter (an empty Vec, None, or a field without parameters)"
+                )
             }
             PlanWarning::LargeUnit { unit, share } => write!(
                 f,
@@ -270,7 +275,7 @@ impl Plan {
         };
         let spec = rules.iter().rev().find_map(|(_, rule)| rule.spec.as_ref());
         let layout = match spec {
-            Some(axes) => PartitionSpec::new(axes.clone()).resolve(&path, &param.shape, &self.mesh)?,
+            Some(axes) => PartitionSpec::parse(axes.iter().map(Option::as_deref)).resolve(&path, &param.shape, &self.mesh)?,
             None => PartitionSpec::default().resolve(&path, &param.shape, &self.mesh)?,
         };
         let replicated = self.stage == Stage::Ddp || rules.iter().any(|(_, rule)| rule.replicate);
@@ -402,8 +407,7 @@ mod tests {
     #[test]
     fn a_policy_that_matches_nothing_warns() {
         let policy = WrapPolicy::new().field("blokcs", FieldRule::units());
-        let plan =
-            Plan::new(&policy, &params(&[("blocks.0.w", &[2])]), &Mesh::one_dim(2), Stage::Parameters).unwrap();
+        let plan = Plan::new(&policy, &params(&[("blocks.0.w", &[2])]), &Mesh::one_dim(2), Stage::Parameters).unwrap();
         let expected = [PlanWarning::RuleMatchesNothing { path: "blokcs".into() }, PlanWarning::NoUnits];
         assert_eq!(plan.warnings(), expected);
     }

@@ -127,10 +127,16 @@ enum Pass {
     /// Nothing since the last backward or step.
     Idle,
     /// A forward that will have a backward.
-    Forward { cursor: usize },
+    Forward {
+        cursor: usize,
+    },
     /// A forward without one.
-    Evaluate { cursor: usize },
-    Backward { cursor: usize },
+    Evaluate {
+        cursor: usize,
+    },
+    Backward {
+        cursor: usize,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -284,6 +290,7 @@ impl Schedule {
         }
         self.recording.clear();
         self.next_reduce = 0;
+        self.current = None;
         self.pass = Pass::Backward { cursor: 0 };
     }
 

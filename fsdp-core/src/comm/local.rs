@@ -1,0 +1,402 @@
+//! Ranks that are threads of one process: collectives over shared memory.
+//!
+//! The n-th operation of each rank meets in one [`Slot`]. Ranks arrive under the slot's lock, which is held for
+//! bookkeeping only; data is copied and added outside any lock, each rank its own blocks, straight from the other
+//! ranks' buffers. Waiting ranks sleep.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::call::{Call, CallPart};
+use super::check::Member;
+use super::shared::SharedTensors;
+use super::sum::write_sum;
+use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
+use crate::ShardLayout;
+
+/// A world of ranks in one process.
+#[derive(Debug)]
+pub struct LocalWorld {
+    timeout: Duration,
+    cause: OnceLock<AbortCause>,
+    /// Every channel and group that still exists, for an abort to find the ranks that wait.
+    domains: Mutex<Vec<Weak<Domain>>>,
+}
+
+impl LocalWorld {
+    /// Connects `world_size` ranks and returns one communicator for each, in the order of ranks.
+    ///
+    /// `timeout` bounds every single wait, not a step: it must exceed the longest time by which one rank may be ahead
+    /// of another.
+    ///
+    /// ```
+    /// use std::thread;
+    /// use std::time::Duration;
+    /// use fsdp_core::{Communicator, GatherPart, LocalWorld, OpTag, Phase, ShardLayout};
+    ///
+    /// let layout = ShardLayout::new(&[3], 0, 2); // rank 0 owns two rows, rank 1 owns one
+    /// let ranks = LocalWorld::connect(2, Duration::from_secs(10)).into_iter().map(|comm| {
+    ///     let layout = layout.clone();
+    ///     thread::spawn(move || {
+    ///         let shard = vec![comm.rank() as u8; layout.shard_len(comm.rank())].into();
+    ///         let tag = OpTag::new(0, Phase::Forward, "head");
+    ///         comm.all_gather(&tag, &[GatherPart { shard, layout, elem_bytes: 1 }])
+    ///     })
+    /// });
+    /// for rank in ranks.collect::<Vec<_>>() {
+    ///     assert_eq!(rank.join().unwrap()?[0][..], [0, 0, 1]);
+    /// }
+    /// # Ok::<(), fsdp_core::CommError>(())
+    /// ```
+    pub fn connect(world_size: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
+        let world = Arc::new(Self { timeout, cause: OnceLock::new(), domains: Mutex::default() });
+        let domain = Domain::create(&world, (0..world_size).collect());
+        (0..world_size).map(|rank| LocalRank::create(&domain, rank)).collect()
+    }
+
+    /// Returns the cause that won, which is `cause` unless the world had been aborted before.
+    fn abort(&self, cause: AbortCause) -> &AbortCause {
+        if self.cause.set(cause).is_ok() {
+            let domains: Vec<_> = lock(&self.domains).iter().filter_map(Weak::upgrade).collect();
+            for domain in domains {
+                let slots: Vec<_> = lock(&domain.slots).values().cloned().collect();
+                for slot in slots {
+                    // A waiter looks for the cause and falls asleep under this lock, so it either has seen the cause
+                    // or is asleep by now and hears the notification.
+                    drop(lock(&slot.state));
+                    slot.changed.notify_all();
+                }
+            }
+        }
+        self.cause.get().expect("the cause was set above, or by another rank before")
+    }
+
+    fn check_alive(&self, rank: usize) -> Result<(), CommError> {
+        self.cause.get().map_or(Ok(()), |cause| Err(ended(rank, cause)))
+    }
+}
+
+/// A mismatch concerns every rank alike; other causes are reported as the reason of an abort.
+fn ended(rank: usize, cause: &AbortCause) -> CommError {
+    match cause {
+        AbortCause::Collective(error) if matches!(**error, CommError::Mismatch { .. }) => (**error).clone(),
+        _ => CommError::Aborted { rank, cause: cause.clone() },
+    }
+}
+
+/// One order of operations over some ranks: the world itself, a channel, or a group.
+#[derive(Debug)]
+struct Domain {
+    world: Arc<LocalWorld>,
+    /// Members by their number in the world.
+    ranks: Vec<usize>,
+    /// Operations under way, by their number in this domain.
+    slots: Mutex<HashMap<u64, Arc<Slot>>>,
+    /// Domains that some but not all members have asked for yet, and how many have.
+    children: Mutex<HashMap<(ChildName, u64), (Arc<Domain>, usize)>>,
+}
+
+/// What a channel or a group is asked for by.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum ChildName {
+    Channel(String),
+    Group(Vec<usize>),
+}
+
+impl Domain {
+    fn create(world: &Arc<LocalWorld>, ranks: Vec<usize>) -> Arc<Self> {
+        let domain =
+            Arc::new(Self { world: world.clone(), ranks, slots: Mutex::default(), children: Mutex::default() });
+        let mut domains = lock(&world.domains);
+        domains.retain(|domain| domain.strong_count() > 0);
+        domains.push(Arc::downgrade(&domain));
+        drop(domains);
+        domain
+    }
+}
+
+/// One operation under way.
+#[derive(Debug)]
+struct Slot {
+    state: Mutex<SlotState>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct SlotState {
+    /// What the first rank to arrive asked for, and its number in the world.
+    first: Option<(usize, Call)>,
+    /// What each rank brought; `Some` means that it has arrived.
+    inputs: Vec<Option<Arc<[Bytes]>>>,
+    /// Whole tensors that all ranks fill together.
+    output: Option<Arc<SharedTensors>>,
+    /// Which ranks have filled their blocks of the output.
+    filled: Vec<bool>,
+    num_left: usize,
+}
+
+/// One rank's end of a domain.
+#[derive(Debug)]
+struct LocalRank {
+    domain: Arc<Domain>,
+    /// Number in the domain.
+    rank: usize,
+    /// Number of the next operation.
+    next: AtomicU64,
+    /// How many channels and groups of each name this rank has asked for.
+    num_made: Mutex<HashMap<ChildName, u64>>,
+}
+
+impl LocalRank {
+    fn create(domain: &Arc<Domain>, rank: usize) -> Arc<dyn Communicator> {
+        Arc::new(Self { domain: domain.clone(), rank, next: AtomicU64::new(0), num_made: Mutex::default() })
+    }
+
+    fn member(&self) -> Member {
+        Member { rank: self.rank, world_size: self.domain.ranks.len(), world_rank: self.domain.ranks[self.rank] }
+    }
+
+    /// Meets the other ranks in the slot of this operation. `shared` says whether all ranks fill one output.
+    fn arrive(&self, call: Call, inputs: Vec<Bytes>, shared: bool) -> Result<Visit<'_>, CommError> {
+        let Member { world_size, world_rank, .. } = self.member();
+        let world = &self.domain.world;
+        world.check_alive(world_rank)?;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let slot = lock(&self.domain.slots)
+            .entry(number)
+            .or_insert_with(|| {
+                let state = SlotState {
+                    first: None,
+                    inputs: vec![None; world_size],
+                    output: None,
+                    filled: vec![false; world_size],
+                    num_left: 0,
+                };
+                Arc::new(Slot { state: Mutex::new(state), changed: Condvar::new() })
+            })
+            .clone();
+        let visit = Visit { rank: self, slot, number, kind: call.kind, tag: call.tag.clone() };
+        let mut state = lock(&visit.slot.state);
+        match &state.first {
+            None => {
+                if shared {
+                    state.output = Some(Arc::new(SharedTensors::whole(world_size, call.tensors())));
+                }
+                state.first = Some((world_rank, call));
+            }
+            Some((first_rank, first)) => {
+                if let Some(error) = first.mismatch(*first_rank, &call, world_rank) {
+                    drop(state);
+                    let cause = world.abort(AbortCause::Collective(Box::new(error)));
+                    return Err(ended(world_rank, cause));
+                }
+            }
+        }
+        state.inputs[self.rank] = Some(inputs.into());
+        if state.inputs.iter().all(Option::is_some) {
+            visit.slot.changed.notify_all();
+        }
+        drop(state);
+        Ok(visit)
+    }
+
+    /// Adds the parts of all ranks; blocks of this rank are returned, or filled into the shared output.
+    fn reduce(&self, call: Call, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+        let shared = call.kind == OpKind::AllReduce;
+        let block = (!shared).then(|| call.tensors().collect::<Vec<_>>());
+        let visit = self.arrive(call, parts.iter().map(|part| part.full.clone()).collect(), shared)?;
+        let inputs = visit.wait_for_inputs()?;
+        let output = match block {
+            Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
+            None => visit.output(),
+        };
+        output.fill(self.rank, |part, elements, target| {
+            let dtype = parts[part].dtype;
+            let bytes = elements.start * dtype.size_bytes()..elements.end * dtype.size_bytes();
+            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, target)
+        });
+        if shared {
+            visit.wait_for_output()?;
+        }
+        Ok(output.views())
+    }
+
+    fn child(&self, name: ChildName, ranks: Vec<usize>, rank: usize) -> Result<Arc<dyn Communicator>, CommError> {
+        self.domain.world.check_alive(self.member().world_rank)?;
+        let mut num_made = lock(&self.num_made);
+        let made = num_made.entry(name.clone()).or_insert(0);
+        let key = (name, *made);
+        *made += 1;
+        drop(num_made);
+        let mut children = lock(&self.domain.children);
+        let num_members = ranks.len();
+        let (domain, num_asked) =
+            children.entry(key.clone()).or_insert_with(|| (Domain::create(&self.domain.world, ranks), 0));
+        *num_asked += 1;
+        let (domain, complete) = (domain.clone(), *num_asked == num_members);
+        if complete {
+            children.remove(&key);
+        }
+        Ok(Self::create(&domain, rank))
+    }
+}
+
+impl Communicator for LocalRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.domain.ranks.len()
+    }
+
+    fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
+        self.member().check_gather(tag, parts)?;
+        let visit = self.arrive(Call::new(OpKind::AllGather, tag).gather(parts), Vec::new(), true)?;
+        let output = visit.output();
+        // A rank copies its blocks as soon as it arrives, while others may be on their way.
+        let mut copied = (0, 0);
+        output.fill(self.rank, |part, _, target| {
+            let start = if copied.0 == part { copied.1 } else { 0 };
+            copied = (part, start + target.len());
+            target.write_copy_of_slice(&parts[part].shard[start..copied.1])
+        });
+        visit.wait_for_output()?;
+        Ok(output.views())
+    }
+
+    fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+        self.member().check_reduce(tag, parts)?;
+        self.reduce(Call::new(OpKind::ReduceScatter, tag).reduce(parts, reduce), parts, reduce)
+    }
+
+    fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+        self.member().check_reduce(tag, parts)?;
+        self.reduce(Call::new(OpKind::AllReduce, tag).reduce(parts, reduce), parts, reduce)
+    }
+
+    fn broadcast(&self, tag: &OpTag, root: usize, data: Option<Bytes>) -> Result<Bytes, CommError> {
+        self.member().check_root(tag, root, data.is_some())?;
+        let call = Call { root: Some(self.domain.ranks[root]), ..Call::new(OpKind::Broadcast, tag) };
+        let visit = self.arrive(call, data.into_iter().collect(), false)?;
+        Ok(visit.wait_for_inputs()?[root][0].clone())
+    }
+
+    fn scatter(
+        &self,
+        tag: &OpTag,
+        root: usize,
+        full: Option<Bytes>,
+        layout: &ShardLayout,
+        elem_bytes: usize,
+    ) -> Result<Bytes, CommError> {
+        self.member().check_scatter(tag, root, full.as_ref().map(Bytes::len), layout, elem_bytes)?;
+        let parts = vec![CallPart { layout: layout.clone(), elem_bytes, dtype: None }];
+        let call = Call { root: Some(self.domain.ranks[root]), parts, ..Call::new(OpKind::Scatter, tag) };
+        let visit = self.arrive(call, full.into_iter().collect(), false)?;
+        let full = visit.wait_for_inputs()?[root][0].clone();
+        let block = Arc::new(SharedTensors::block(self.rank, [(layout.clone(), elem_bytes)]));
+        block.fill(self.rank, |_, elements, target| {
+            target.write_copy_of_slice(&full[elements.start * elem_bytes..elements.end * elem_bytes])
+        });
+        Ok(block.views().remove(0))
+    }
+
+    fn barrier(&self, tag: &OpTag) -> Result<(), CommError> {
+        let visit = self.arrive(Call::new(OpKind::Barrier, tag), Vec::new(), false)?;
+        visit.wait_for_inputs().map(drop)
+    }
+
+    fn channel(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
+        self.child(ChildName::Channel(name.to_owned()), self.domain.ranks.clone(), self.rank)
+    }
+
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        let rank = self.member().check_group(ranks)?;
+        let world_ranks = ranks.iter().map(|&rank| self.domain.ranks[rank]).collect();
+        self.child(ChildName::Group(ranks.to_vec()), world_ranks, rank)
+    }
+
+    fn abort(&self, cause: AbortCause) {
+        self.domain.world.abort(cause);
+    }
+}
+
+/// A rank's stay in a slot. The last rank to leave removes the slot.
+struct Visit<'a> {
+    rank: &'a LocalRank,
+    slot: Arc<Slot>,
+    number: u64,
+    kind: OpKind,
+    tag: OpTag,
+}
+
+impl Visit<'_> {
+    /// The tensors that all ranks fill.
+    fn output(&self) -> Arc<SharedTensors> {
+        lock(&self.slot.state).output.clone().expect("the first rank to arrive allocates the output of this kind")
+    }
+
+    /// Waits until all ranks have arrived; returns what each brought.
+    fn wait_for_inputs(&self) -> Result<Vec<Arc<[Bytes]>>, CommError> {
+        let state = self.wait(|state, rank| state.inputs[rank].is_some())?;
+        Ok(state.inputs.iter().flatten().cloned().collect())
+    }
+
+    /// Tells that this rank has filled its blocks, and waits until all ranks have.
+    fn wait_for_output(&self) -> Result<(), CommError> {
+        let mut state = lock(&self.slot.state);
+        state.filled[self.rank.rank] = true;
+        if state.filled.iter().all(|&filled| filled) {
+            self.slot.changed.notify_all();
+        }
+        drop(state);
+        self.wait(|state, rank| state.filled[rank]).map(drop)
+    }
+
+    /// Sleeps until `ready` holds for all ranks, or the world has ended, or the timeout has passed.
+    fn wait(&self, ready: impl Fn(&SlotState, usize) -> bool) -> Result<MutexGuard<'_, SlotState>, CommError> {
+        let Domain { world, ranks, .. } = &*self.rank.domain;
+        let rank = ranks[self.rank.rank];
+        let start = Instant::now();
+        let mut state = lock(&self.slot.state);
+        loop {
+            let missing: Vec<usize> = (0..ranks.len()).filter(|&rank| !ready(&state, rank)).collect();
+            if missing.is_empty() {
+                return Ok(state);
+            }
+            world.check_alive(rank)?;
+            let Some(remaining) = world.timeout.checked_sub(start.elapsed()) else {
+                drop(state);
+                let missing = missing.into_iter().map(|rank| ranks[rank]).collect();
+                let (kind, tag, waited) = (self.kind, self.tag.clone(), world.timeout);
+                let error = CommError::Timeout { rank, kind, tag, waited, missing };
+                let ours = AbortCause::Collective(Box::new(error.clone()));
+                let cause = world.abort(ours.clone());
+                return Err(if *cause == ours { error } else { ended(rank, cause) });
+            };
+            state = self.slot.changed.wait_timeout(state, remaining).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Visit<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.slot.state);
+        state.num_left += 1;
+        let last = state.num_left == state.inputs.len();
+        drop(state);
+        if last {
+            lock(&self.rank.domain.slots).remove(&self.number);
+        }
+    }
+}
+
+/// State behind these locks is changed in single steps, so it is whole even after a panic elsewhere.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

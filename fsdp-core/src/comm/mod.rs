@@ -1,0 +1,93 @@
+//! The contract of every collective: what is sent, in which order, and how it fails.
+//!
+//! [Note: Order of collectives]
+//! Operations carry no address. The n-th operation of a communicator on one rank meets the n-th operation of the same
+//! communicator on every other rank, so all ranks must issue the same operations in the same order. A
+//! [`Communicator::channel`] is a second, independent order over the same ranks: gathers on one channel do not wait
+//! behind reductions on another. Calls block; a [`CommStream`] gives a channel a thread of its own.
+//!
+//! [Note: Order of a sum]
+//! Sums are added in the order of ranks, `((r0 + r1) + r2) + ...`, then scaled, by whichever rank and in whatever
+//! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
+
+mod call;
+mod check;
+mod error;
+mod local;
+mod op;
+mod shared;
+mod sum;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+pub use error::{AbortCause, CommError, Issued};
+pub use local::LocalWorld;
+pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
+
+use crate::ShardLayout;
+
+/// One rank's end of a group of ranks that communicate.
+///
+/// All collectives block until this rank's result is there, and fail on every rank rather than hang: by timeout, by a
+/// mismatch between ranks, or by an abort. A wrong argument (a layout for another world size, a buffer of the wrong
+/// length) is an error on the rank that passed it, before anything is sent; the other ranks then run into their
+/// timeout unless the caller aborts.
+///
+/// A rank that holds no element of a tensor joins every operation like the others. With a world size of 1, nothing
+/// waits. One communicator belongs to one thread of the rank at a time: calls from two threads have no defined order.
+/// See [Note: Order of collectives].
+pub trait Communicator: Send + Sync + Debug {
+    /// This rank's number in the group, from 0.
+    fn rank(&self) -> usize;
+
+    /// Ranks of the group.
+    fn world_size(&self) -> usize;
+
+    /// Returns the whole tensor of each part: flat, row-major, in the order of `parts`.
+    ///
+    /// All parts travel in one operation. Ranks of one process may receive views of one buffer, which lives until the
+    /// last view is dropped.
+    fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError>;
+
+    /// Returns this rank's block of the reduced tensor of each part. See [Note: Order of a sum].
+    fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError>;
+
+    /// Returns the whole reduced tensor of each part, bit for bit what a reduce-scatter and an all-gather return.
+    fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError>;
+
+    /// Returns the root's bytes. `data` is `Some` on the root only; the other ranks need not know the length.
+    fn broadcast(&self, tag: &OpTag, root: usize, data: Option<Bytes>) -> Result<Bytes, CommError>;
+
+    /// Returns this rank's block of the root's tensor, in a buffer of its own: the whole may be dropped afterwards.
+    ///
+    /// `full` is `Some` on the root only: flat, row-major.
+    fn scatter(
+        &self,
+        tag: &OpTag,
+        root: usize,
+        full: Option<Bytes>,
+        layout: &ShardLayout,
+        elem_bytes: usize,
+    ) -> Result<Bytes, CommError>;
+
+    /// Returns when every rank has called it.
+    fn barrier(&self, tag: &OpTag) -> Result<(), CommError>;
+
+    /// A new, independent order of operations over the same ranks.
+    ///
+    /// Every rank makes the call. Calls with different names may come in any order; the n-th call with one name on
+    /// each rank gives the same channel.
+    fn channel(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError>;
+
+    /// A group of some ranks of this one, renumbered in the order of the list.
+    ///
+    /// Every member makes the call, with the same list. Groups without a common rank do not disturb each other; an
+    /// abort still ends all of them.
+    fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
+
+    /// Ends every wait of every rank, on all channels and groups of the world, with this cause. The first cause wins.
+    fn abort(&self, cause: AbortCause);
+}

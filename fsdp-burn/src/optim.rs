@@ -1,0 +1,175 @@
+//! The optimizer of a sharded model: any elementwise Burn optimizer, stepping blocks.
+//!
+//! Each rank steps its own block of every cut parameter, so optimizer state exists once over all ranks. Burn's
+//! [`ModuleOptimizer`] does the arithmetic; it is shown a module of blocks with the paths and ids of the model, unit by
+//! unit, as soon as a unit's gradients are reduced.
+
+use burn::grad_clipping::GradientClipping;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use fsdp_core::{Action, Axis, Config, NonFinite};
+
+use crate::engine::Engine;
+use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
+use crate::survey::Entry;
+use crate::{Error, ShardedGradients, ShardedModel, clip, elementwise};
+
+/// What a call of [`ShardedOptimizer::step`] did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum StepOutcome {
+    /// The gradients were added to those of earlier micro-batches; no parameter changed.
+    Accumulated,
+    /// Parameters changed.
+    Stepped {
+        /// The global gradient norm before clipping, where clipping needs it.
+        gradient_norm: Option<f64>,
+    },
+    /// The global gradient norm was not finite, and nothing changed (`non_finite = "skip"`).
+    Skipped {
+        /// The norm.
+        gradient_norm: f64,
+    },
+}
+
+/// An optimizer over sharded models. Made by [`Rank::optimizer`](crate::Rank::optimizer).
+///
+/// Memory: the state of this rank's blocks; 1/N of what the optimizer would hold, from stage 1 on.
+pub struct ShardedOptimizer {
+    inner: ModuleOptimizer,
+    name: &'static str,
+    clip_norm: Option<f64>,
+    non_finite: NonFinite,
+    checked: bool,
+}
+
+impl ShardedOptimizer {
+    pub(crate) fn new<O: Into<ModuleOptimizer>>(optimizer: O, config: &Config) -> Result<Self, Error> {
+        let inner = optimizer.into();
+        let splits = config.stage.shards_optimizer() && config.resolved_mesh().size(Axis::Shard) > 1;
+        if let (true, Some(GradientClipping::Norm(threshold))) = (splits, inner.grad_clipping()) {
+            return Err(Error::NormClipping { threshold: *threshold });
+        }
+        Ok(Self {
+            inner,
+            name: elementwise::short_type_name::<O>(),
+            clip_norm: config.training.gradient_clip_norm,
+            non_finite: config.training.non_finite,
+            checked: false,
+        })
+    }
+
+    /// Steps the model with the gradients of its last backward; with gradient accumulation, every k-th call does.
+    /// *Collective.*
+    ///
+    /// `lr` is a learning rate, or Burn's rates by parameter group. Gradients are averaged over micro-batches unless
+    /// the configuration says sum.
+    ///
+    /// # Errors
+    /// If the optimizer needs whole tensors and a parameter is split; if the global gradient norm is not finite and
+    /// the configuration calls that an error; if a collective fails.
+    pub fn step<M: Module>(
+        &mut self,
+        lr: impl Into<ModuleLearningRate>,
+        model: &mut ShardedModel<M>,
+        gradients: ShardedGradients,
+    ) -> Result<StepOutcome, Error> {
+        drop(gradients);
+        let (_, backwards) = model.engine().progress();
+        if backwards < model.engine().accumulation() {
+            return Ok(StepOutcome::Accumulated);
+        }
+        self.apply(lr.into(), model)
+    }
+
+    /// Steps with the micro-batches that an incomplete last window has gathered; does nothing if there are none.
+    /// *Collective.*
+    ///
+    /// # Errors
+    /// As [`ShardedOptimizer::step`].
+    pub fn flush<M: Module>(
+        &mut self,
+        lr: impl Into<ModuleLearningRate>,
+        model: &mut ShardedModel<M>,
+    ) -> Result<StepOutcome, Error> {
+        match model.engine().progress() {
+            (_, 0) => Ok(StepOutcome::Accumulated),
+            _ => self.apply(lr.into(), model),
+        }
+    }
+
+    fn apply<M: Module>(
+        &mut self,
+        lr: ModuleLearningRate,
+        model: &mut ShardedModel<M>,
+    ) -> Result<StepOutcome, Error> {
+        let engine = model.engine().clone();
+        let (step, backwards) = engine.progress();
+        let entries = model.planned_entries();
+        if !self.checked {
+            elementwise::check(&self.inner, self.name, engine.plan(), &entries)?;
+            self.checked = true;
+        }
+        engine.reduce_rest()?;
+        let mut factor = if engine.reduces_to_mean() { 1.0 / backwards as f64 } else { 1.0 };
+        let mut gradient_norm = None;
+        if let Some(max_norm) = self.clip_norm {
+            engine.finish_reduces()?;
+            let norm = clip::global_norm(&engine, step)? * factor;
+            gradient_norm = Some(norm);
+            match self.non_finite {
+                _ if norm.is_finite() => factor *= clip::coefficient(norm, max_norm),
+                NonFinite::Propagate => factor = f64::NAN,
+                NonFinite::Skip => {
+                    engine.discard_gradients();
+                    engine.end_step();
+                    return Ok(StepOutcome::Skipped { gradient_norm: norm });
+                }
+                NonFinite::Error => {
+                    engine.discard_gradients();
+                    engine.end_step();
+                    return Err(Error::NonFinite { step, norm });
+                }
+            }
+        }
+        for action in engine.step_actions() {
+            match action {
+                Action::Step(unit) => {
+                    let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
+                    self.step_unit(&lr, &engine, &entries, &params, factor);
+                }
+                other => engine.execute(other)?,
+            }
+        }
+        engine.end_step();
+        model.refresh();
+        Ok(StepOutcome::Stepped { gradient_norm })
+    }
+
+    /// Steps the blocks of one unit that have a gradient.
+    fn step_unit(
+        &mut self,
+        lr: &ModuleLearningRate,
+        engine: &Engine,
+        entries: &[&Entry],
+        params: &[usize],
+        factor: f64,
+    ) {
+        let mut stepped = Vec::new();
+        let mut module = ShardModule { blocks: Vec::new() };
+        let mut gradients = GradientsParams::new();
+        for &param in params {
+            let Some(gradient) = engine.take_reduced(param) else { continue };
+            let (entry, shape, dtype) = (entries[param], engine.block_shape(param), engine.dtype(param));
+            let block = BlockTensor { bytes: engine.block(param), shape: &shape, dtype, factor: 1.0 };
+            let gradient = BlockTensor { bytes: gradient, shape: &shape, dtype, factor };
+            module.blocks.push(Block { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });
+            Ranked::new(entry.id, gradient).register(&mut gradients);
+            stepped.push(param);
+        }
+        let module = self.inner.step(lr.clone(), module, gradients);
+        for (param, block) in stepped.into_iter().zip(module.blocks) {
+            engine.set_stored(param, block.param.into_bytes());
+        }
+    }
+}

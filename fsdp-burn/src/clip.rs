@@ -33,8 +33,7 @@ pub(crate) fn global_norm(engine: &Engine, step: u64) -> Result<f64, Error> {
     });
     let split: Vec<usize> = squares.keys().copied().filter(|&param| plan.params()[param].is_split()).collect();
     if !split.is_empty() {
-        let mine: Vec<u8> =
-            split.iter().flat_map(|param| squares[param][engine.shard_index()].to_ne_bytes()).collect();
+        let mine: Vec<u8> = split.iter().flat_map(|param| squares[param][engine.shard_index()].to_ne_bytes()).collect();
         let part = GatherPart {
             shard: Bytes::from(mine),
             layout: ShardLayout::new(&[num_shards, split.len()], 0, num_shards),

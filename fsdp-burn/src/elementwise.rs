@@ -6,13 +6,14 @@
 //! same bits.
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{Dtype, Plan, ShardLayout};
 
-use crate::Error;
 use crate::engine::cut;
 use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
 use crate::survey::Entry;
+use crate::{Error, host};
 
 /// Elements along each dimension of the small tensor: two blocks of two.
 const SIDE: usize = 4;
@@ -30,7 +31,8 @@ pub(crate) fn check(
     let (params, entries): (Vec<usize>, Vec<&Entry>) =
         entries.iter().enumerate().filter(split).map(|(param, entry)| (param, *entry)).unzip();
     let whole = Trial { optimizer: optimizer.clone(), entries: &entries, block: None }.run();
-    let blocks = [0, 1].map(|block| Trial { optimizer: optimizer.clone(), entries: &entries, block: Some(block) }.run());
+    let blocks =
+        [0, 1].map(|block| Trial { optimizer: optimizer.clone(), entries: &entries, block: Some(block) }.run());
     for (index, entry) in entries.iter().enumerate() {
         let layout = layout(entry);
         let same = |block: usize| cut(&whole.values[index], &layout, block, 4) == blocks[block].values[index];
@@ -76,8 +78,7 @@ impl Trial<'_> {
                 };
                 // Large and uneven, so that a norm of the whole differs from one of a block, and clipping bites.
                 let gradient = self.cut(entry, ramp(entry, 10.0 + step as f32));
-                let tensor =
-                    |bytes: Bytes| BlockTensor { bytes, shape: &shape, dtype: Dtype::F32, factor: 1.0 };
+                let tensor = |bytes: Bytes| BlockTensor { bytes, shape: &shape, dtype: Dtype::F32, factor: 1.0 };
                 let param = Ranked::new(entry.id, tensor(value.clone()));
                 module.blocks.push(Block { path: entry.spec.path.clone(), param });
                 Ranked::new(entry.id, tensor(gradient)).register(&mut gradients);
@@ -122,13 +123,5 @@ fn ramp(entry: &Entry, scale: f32) -> Bytes {
     let len = layout(entry).full_len();
     let value = |index: usize| scale * (1.0 + index as f32 * 0.37) * if index % 3 == 0 { -1.0 } else { 1.0 };
     let values: Vec<f32> = (0..len).map(value).collect();
-    Bytes::from_owner(Aligned(values))
-}
-
-struct Aligned(Vec<f32>);
-
-impl AsRef<[u8]> for Aligned {
-    fn as_ref(&self) -> &[u8] {
-        burn::tensor::cast_slice(&self.0)
-    }
+    host::elements(TensorData::new(values, [len]))
 }

@@ -14,16 +14,18 @@
 //! message.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Flex, TensorMetadata};
+use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam, PrefetchDepth, Reduce,
-    ReducePart, Schedule, ShardLayout, UnitIndex,
+    AbortCause, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam,
+    PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
 };
 
 use crate::Error;
@@ -119,6 +121,12 @@ enum Gathered {
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
 pub(crate) struct EngineFailed(pub(crate) Error);
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({}, rank {})", self.plan.stage(), self.links.control.rank())
+    }
+}
 
 impl Engine {
     /// An engine over the parameters in `stored`, each as [`Plan::is_resident`] says: whole or this rank's block.
@@ -640,9 +648,8 @@ impl ReduceJob {
 
 /// The result, how long the caller stood still for it, and how long the communication thread was busy with it.
 fn wait<T>(pending: Pending<T>) -> Result<(T, Duration, Duration), CommError> {
-    let start = Instant::now();
     let (value, timing) = pending.wait_timed();
-    Ok((value?, start.elapsed(), timing.duration()))
+    Ok((value?, timing.blocked, timing.finished.duration_since(timing.started)))
 }
 
 /// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.
@@ -663,9 +670,9 @@ pub(crate) fn cut(full: &Bytes, layout: &ShardLayout, rank: usize, elem_bytes: u
 
 /// See [Note: A missing gradient is minus zero].
 fn missing_gradient(len: usize, dtype: Dtype) -> Bytes {
-    host::bytes_of(&match dtype {
-        Dtype::F32 => FlexTensor::from_data(burn::tensor::TensorData::new(vec![-0.0_f32; len], [len])),
-        Dtype::F64 => FlexTensor::from_data(burn::tensor::TensorData::new(vec![-0.0_f64; len], [len])),
+    host::elements(match dtype {
+        Dtype::F32 => TensorData::new(vec![-0.0_f32; len], [len]),
+        Dtype::F64 => TensorData::new(vec![-0.0_f64; len], [len]),
     })
 }
 

@@ -24,7 +24,7 @@ use burn::backend::autodiff::checkpoint::state::BackwardStates;
 use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::autodiff::tensor::AutodiffTensor;
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::module::{Module, Reparameterization};
@@ -36,9 +36,12 @@ use crate::engine::Engine;
 /// have to wait for a unit in front of it; each level costs backward an empty list.
 const LEVELS_PER_RUNG: usize = 512;
 
+/// A tensor of the autodiff backend, whatever its checkpointing strategy.
+type Tracked<B> = FloatTensor<Autodiff<B, NoCheckpointing>>;
+
 /// Why a parameter is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
+pub(crate) enum Use {
     /// A forward that is recorded for backward.
     Forward,
     /// Backward computes it again.
@@ -49,7 +52,7 @@ pub enum Use {
 
 /// One parameter of one engine, asked for in one way.
 #[derive(Clone)]
-pub struct GatherSite {
+pub(crate) struct GatherSite {
     pub(crate) engine: Arc<Engine>,
     /// Index into the plan's parameters.
     pub(crate) param: usize,
@@ -70,7 +73,7 @@ impl fmt::Debug for GatherSite {
 
 /// The two operations that a backend must offer to be sharded.
 #[backend_extension(Flex, Autodiff)]
-pub trait ShardOps: Backend {
+pub(crate) trait ShardOps: Backend {
     /// The whole parameter, from the tensor that the model stores.
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self>;
     /// Hands the whole parameter's gradient to the engine; returns an empty tensor, since an op must return one.
@@ -112,7 +115,7 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     }
 
     fn capture(gradient: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
-        AutodiffTensor::new(B::capture(gradient.into_primitive(), site))
+        Tracked::<B>::new(B::capture(gradient.into_primitive(), site))
     }
 }
 
@@ -144,7 +147,7 @@ impl<B: ShardOps> RetroForward for GatherAgain<B> {
 
 /// Untracked tensors of growing depth. See [Note: Order of backward steps].
 pub(crate) struct Ladder<B: Backend> {
-    rungs: Vec<AutodiffTensor<B>>,
+    rungs: Vec<Tracked<B>>,
 }
 
 impl<B: Backend> Default for Ladder<B> {
@@ -155,9 +158,9 @@ impl<B: Backend> Default for Ladder<B> {
 
 impl<B: Backend> Ladder<B> {
     /// The rung `index`, of depth `index * LEVELS_PER_RUNG`. Rungs are built once and used by every step.
-    fn rung(&mut self, index: usize, empty: impl FnOnce() -> FloatTensor<B>) -> AutodiffTensor<B> {
+    fn rung(&mut self, index: usize, empty: impl FnOnce() -> FloatTensor<B>) -> Tracked<B> {
         if self.rungs.is_empty() {
-            self.rungs.push(AutodiffTensor::new(empty()));
+            self.rungs.push(Tracked::<B>::new(empty()));
         }
         while self.rungs.len() <= index {
             let mut rung = self.rungs[self.rungs.len() - 1].clone();

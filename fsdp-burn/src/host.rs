@@ -12,6 +12,11 @@ pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
     Bytes::from_owner(Storage(tensor.to_contiguous().data_arc()))
 }
 
+/// The elements of `data`.
+pub(crate) fn elements(data: TensorData) -> Bytes {
+    Bytes::from_owner(Storage(Arc::new(data.into_parts().0)))
+}
+
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.
 pub(crate) fn flex_tensor(bytes: Bytes, shape: &[usize], dtype: Dtype) -> FlexTensor {
     FlexTensor::from_data(tensor_data(bytes, shape, dtype))
@@ -24,8 +29,7 @@ pub(crate) fn tensor<const D: usize>(bytes: Bytes, shape: &[usize], dtype: Dtype
 
 /// The elements of a tensor that is not needed any more, without a copy if nothing else shares them.
 pub(crate) fn into_bytes<const D: usize>(tensor: Tensor<D>) -> Bytes {
-    let (bytes, _, _) = tensor.inner().into_data().into_parts();
-    Bytes::from_owner(Storage(Arc::new(bytes)))
+    elements(tensor.inner().into_data())
 }
 
 /// The element type, where a communicator can add it up.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_core::{AbortCause, CommError, Communicator, Config, LocalWorld};
+use fsdp_core::{AbortCause, CommError, Config, LocalWorld};
 
 use crate::engine::EngineFailed;
 use crate::{Error, Rank};
@@ -35,15 +35,16 @@ where
     F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
 {
     config.validate()?;
-    let timeout = Duration::from_secs_f64(config.timeout_s);
-    let world = LocalWorld::new(config.world_size, timeout);
+    let timeout = config.timeout();
+    let world = LocalWorld::connect(config.world_size, timeout);
     let config = Arc::new(config.clone());
     let program = Arc::new(program);
+    let num_cores = thread::available_parallelism().map_or(1, usize::from);
     let (results, arrivals) = channel();
     for (number, communicator) in world.iter().enumerate() {
         let rank = Rank::new(config.clone(), communicator.clone())?;
         let (communicator, results, program) = (communicator.clone(), results.clone(), program.clone());
-        let num_threads = threads_per_rank(&config);
+        let num_threads = config.compute_threads(num_cores);
         let run = move || {
             let result = run_rank(number, num_threads, || program(rank));
             if let Err(error) = &result {
@@ -61,14 +62,6 @@ where
     }
     drop(results);
     collect(config.world_size, timeout, &arrivals)
-}
-
-/// Cores of this process divided among the ranks, unless the configuration says how many.
-fn threads_per_rank(config: &Config) -> usize {
-    match config.threads_per_rank {
-        0 => (thread::available_parallelism().map_or(1, usize::from) / config.world_size).max(1),
-        num_threads => num_threads,
-    }
 }
 
 /// Runs inside a thread pool of the rank's own: Burn's Flex backend takes its threads from the current pool, and ranks

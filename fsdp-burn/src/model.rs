@@ -6,9 +6,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::{
-    Axis, Dtype, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout,
-};
+use fsdp_core::{Axis, Dtype, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout};
 
 use crate::distribute::{attach, distribute, refresh};
 use crate::engine::{Engine, EngineStats, Settings};
@@ -41,7 +39,6 @@ impl<M> Deref for ShardedModel<M> {
 
 /// Proof that backward has run, to be given to the optimizer. The gradients themselves are in the engine, reduced.
 #[must_use = "give the gradients to the optimizer's step"]
-#[derive(Debug)]
 pub struct ShardedGradients {
     unmanaged: Gradients,
 }
@@ -121,7 +118,10 @@ impl<M: Module> ShardedModel<M> {
         let total = total.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes);
         if !(total > 0.0) {
             return Err(Error::Misuse {
-                problem: format!("rank {}: the weights of the loss sum to {total} over all ranks", links.control.rank()),
+                problem: format!(
+                    "rank {}: the weights of the loss sum to {total} over all ranks",
+                    links.control.rank()
+                ),
                 remedy: "pass the number of items each loss is a mean of; at least one rank must have some",
             });
         }

@@ -6,8 +6,8 @@
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::Module;
-use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::optim::{GradientsParams, ModuleOptimizer};
 use fsdp_core::{Action, Axis, Config, NonFinite};
 
 use crate::engine::Engine;
@@ -98,11 +98,7 @@ impl ShardedOptimizer {
         }
     }
 
-    fn apply<M: Module>(
-        &mut self,
-        lr: ModuleLearningRate,
-        model: &mut ShardedModel<M>,
-    ) -> Result<StepOutcome, Error> {
+    fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
         let (step, backwards) = engine.progress();
         let entries = model.planned_entries();

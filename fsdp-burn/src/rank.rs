@@ -14,15 +14,17 @@ use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
 #[derive(Clone, Debug)]
 pub struct Rank {
     config: Arc<Config>,
-    recorder: Arc<Recorder>,
+    recorder: Arc<dyn Communicator>,
+    traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
 }
 
 impl Rank {
     pub(crate) fn new(config: Arc<Config>, communicator: Arc<dyn Communicator>) -> Result<Self, Error> {
-        let recorder = Arc::new(Recorder::new(communicator));
+        let traffic = Arc::new(Traffic::default());
+        let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        Ok(Self { config, recorder, control })
+        Ok(Self { config, recorder, traffic, control })
     }
 
     /// This rank's number, from 0.
@@ -132,14 +134,9 @@ impl Rank {
         Ok(self.control.barrier(&self.tag("barrier"))?)
     }
 
-    /// What this rank has sent since the start or since [`Rank::reset_traffic`]: operations and bytes, by kind.
-    pub fn traffic(&self) -> Traffic {
-        self.recorder.traffic()
-    }
-
-    /// Starts counting anew.
-    pub fn reset_traffic(&self) {
-        self.recorder.reset();
+    /// What this rank has sent: operations and bytes, by kind, since the start or since [`Traffic::reset`].
+    pub fn traffic(&self) -> &Traffic {
+        &self.traffic
     }
 
     pub(crate) fn communicator(&self) -> Arc<dyn Communicator> {

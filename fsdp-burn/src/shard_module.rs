@@ -42,7 +42,7 @@ ranked!(D1 = 1, D2 = 2, D3 = 3, D4 = 4, D5 = 5, D6 = 6, D7 = 7, D8 = 8);
 impl Ranked {
     /// Makes this the gradient of the parameter with the same id.
     pub(crate) fn register(self, gradients: &mut GradientsParams) {
-        each_rank!(self, param => gradients.register(param.id, param.into_value()));
+        each_rank!(self, param => gradients.register(param.id, param.into_value().inner()));
     }
 
     /// The elements.
@@ -64,7 +64,9 @@ impl BlockTensor<'_> {
     fn tensor<const D: usize>(self) -> Tensor<D> {
         let tensor = host::tensor(self.bytes, self.shape, self.dtype, &Device::flex());
         // Multiplying by 1 changes nothing but the time it takes.
-        if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) }
+        let tensor = if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) };
+        // Burn's optimizer takes parameters with autodiff, and steps them without.
+        Tensor::from_inner(tensor)
     }
 }
 
@@ -123,7 +125,7 @@ impl Module for ShardModule {
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         self.map_params(|block| {
             block.path.iter().for_each(|name| mapper.enter_module(name, "Struct:Shard"));
-            let param = each_rank!(block.param, p -> p.map(mapper));
+            let param = each_rank!(block.param, p -> Module::map(p, mapper));
             block.path.iter().rev().for_each(|name| mapper.exit_module(name, "Struct:Shard"));
             Block { path: block.path, param }
         })

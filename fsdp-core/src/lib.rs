@@ -14,7 +14,8 @@ mod spec;
 mod stage;
 
 pub use comm::{
-    AbortCause, CommError, Communicator, GatherPart, Issued, LocalWorld, OpKind, OpTag, Phase, Reduce, ReducePart,
+    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
+    LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
     Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,

@@ -275,7 +275,9 @@ impl Plan {
         };
         let spec = rules.iter().rev().find_map(|(_, rule)| rule.spec.as_ref());
         let layout = match spec {
-            Some(axes) => PartitionSpec::parse(axes.iter().map(Option::as_deref)).resolve(&path, &param.shape, &self.mesh)?,
+            Some(axes) => {
+                PartitionSpec::parse(axes.iter().map(Option::as_deref)).resolve(&path, &param.shape, &self.mesh)?
+            }
             None => PartitionSpec::default().resolve(&path, &param.shape, &self.mesh)?,
         };
         let replicated = self.stage == Stage::Ddp || rules.iter().any(|(_, rule)| rule.replicate);

@@ -1,0 +1,4 @@
+//! Tiny models, deterministic data, and the one comparison helper of all parity tests.
+
+pub(crate) mod models;
+pub(crate) mod run;

@@ -1,0 +1,4 @@
+//! One binary for all integration tests, since each one links Burn.
+
+mod common;
+mod parity;

@@ -4,9 +4,12 @@ mod comm;
 mod dtype;
 mod layout;
 mod policy;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use comm::{
-    AbortCause, CommError, Communicator, GatherPart, Issued, LocalWorld, OpKind, OpTag, Phase, Reduce, ReducePart,
+    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, Link, LocalWorld,
+    LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use dtype::Dtype;
 pub use layout::ShardLayout;

@@ -324,6 +324,10 @@ impl Communicator for LocalRank {
     fn abort(&self, cause: AbortCause) {
         self.domain.world.abort(cause);
     }
+
+    fn aborted(&self) -> Option<AbortCause> {
+        self.domain.world.cause.get().cloned()
+    }
 }
 
 /// A rank's stay in a slot. The last rank to leave removes the slot.

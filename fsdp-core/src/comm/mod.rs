@@ -16,6 +16,7 @@ pub(crate) mod error;
 mod faulty;
 mod local;
 mod op;
+mod pool;
 mod recorder;
 mod shared;
 mod stream;

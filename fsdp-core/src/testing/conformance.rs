@@ -129,9 +129,9 @@ fn broadcasts_and_scatters_from_every_root(comm: &Arc<dyn Communicator>) -> Resu
 
 fn a_channel_does_not_wait_for_another(comm: &Arc<dyn Communicator>) -> Result<(), CommError> {
     // Ranks ask for the channels in different orders.
-    let names = if comm.rank() % 2 == 0 { ["gather", "reduce"] } else { ["reduce", "gather"] };
+    let names = if comm.rank().is_multiple_of(2) { ["gather", "reduce"] } else { ["reduce", "gather"] };
     let channels = [comm.channel(names[0])?, comm.channel(names[1])?];
-    let [gathers, reduces] = if comm.rank() % 2 == 0 { [0, 1] } else { [1, 0] }.map(|i| &channels[i]);
+    let [gathers, reduces] = if comm.rank().is_multiple_of(2) { [0, 1] } else { [1, 0] }.map(|i| &channels[i]);
     let reduce_all = || {
         layouts(reduces.world_size()).iter().enumerate().try_for_each(|(step, layout)| {
             check_reductions(&**reduces, step, std::slice::from_ref(layout), Dtype::F32, Reduce::SUM)

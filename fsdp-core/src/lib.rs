@@ -12,6 +12,8 @@ mod policy;
 mod schedule;
 mod spec;
 mod stage;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,

@@ -1,5 +1,6 @@
 //! What can go wrong in a collective. Ranks are named by their number in the world, in subgroups as well.
 
+use std::any::Any;
 use std::fmt;
 use std::time::Duration;
 
@@ -190,6 +191,19 @@ pub enum AbortCause {
     /// A collective could not complete: a timeout or a mismatch.
     #[error("{0}")]
     Collective(Box<CommError>),
+}
+
+impl AbortCause {
+    /// The cause of a rank whose thread panicked with `payload`, as [`std::panic::catch_unwind`] returns it.
+    pub fn panicked(rank: usize, payload: &(dyn Any + Send)) -> Self {
+        AbortCause::RankPanicked { rank, message: panic_message(payload) }
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a text".into())
 }
 
 /// Writes `rank 2` or `ranks 0, 3`.

@@ -13,6 +13,7 @@ use bytes::Bytes;
 
 use super::call::{Call, CallPart};
 use super::check::Member;
+use super::pool::Pool;
 use super::shared::SharedTensors;
 use super::sum::write_sum;
 use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
@@ -25,6 +26,7 @@ pub struct LocalWorld {
     cause: OnceLock<AbortCause>,
     /// Every channel and group that still exists, for an abort to find the ranks that wait.
     domains: Mutex<Vec<Weak<Domain>>>,
+    pool: Arc<Pool>,
 }
 
 impl LocalWorld {
@@ -53,7 +55,7 @@ impl LocalWorld {
     /// # Ok::<(), fsdp_core::CommError>(())
     /// ```
     pub fn connect(world_size: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
-        let world = Arc::new(Self { timeout, cause: OnceLock::new(), domains: Mutex::default() });
+        let world = Arc::new(Self { timeout, cause: OnceLock::new(), domains: Mutex::default(), pool: Arc::default() });
         let domain = Domain::create(&world, (0..world_size).collect());
         (0..world_size).map(|rank| LocalRank::create(&domain, rank)).collect()
     }
@@ -96,8 +98,15 @@ struct Domain {
     ranks: Vec<usize>,
     /// Operations under way, by their number in this domain.
     slots: Mutex<HashMap<u64, Arc<Slot>>>,
-    /// Domains that some but not all members have asked for yet, and how many have.
-    children: Mutex<HashMap<(ChildName, u64), (Arc<Domain>, usize)>>,
+    /// Domains that some but not all members have asked for yet, by name and number of the call.
+    children: Mutex<HashMap<(ChildName, u64), Child>>,
+}
+
+#[derive(Debug)]
+struct Child {
+    domain: Arc<Domain>,
+    /// Members that have asked for it.
+    num_asked: usize,
 }
 
 /// What a channel or a group is asked for by.
@@ -184,7 +193,7 @@ impl LocalRank {
         match &state.first {
             None => {
                 if shared {
-                    state.output = Some(Arc::new(SharedTensors::whole(world_size, call.tensors())));
+                    state.output = Some(Arc::new(SharedTensors::whole(&world.pool, world_size, call.tensors())));
                 }
                 state.first = Some((world_rank, call));
             }
@@ -211,7 +220,7 @@ impl LocalRank {
         let visit = self.arrive(call, parts.iter().map(|part| part.full.clone()).collect(), shared)?;
         let inputs = visit.wait_for_inputs()?;
         let output = match block {
-            Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
+            Some(tensors) => Arc::new(SharedTensors::block(&self.domain.world.pool, self.rank, tensors)),
             None => visit.output(),
         };
         output.fill(self.rank, |part, elements, target| {
@@ -234,10 +243,11 @@ impl LocalRank {
         drop(num_made);
         let mut children = lock(&self.domain.children);
         let num_members = ranks.len();
-        let (domain, num_asked) =
-            children.entry(key.clone()).or_insert_with(|| (Domain::create(&self.domain.world, ranks), 0));
-        *num_asked += 1;
-        let (domain, complete) = (domain.clone(), *num_asked == num_members);
+        let world = &self.domain.world;
+        let child =
+            children.entry(key.clone()).or_insert_with(|| Child { domain: Domain::create(world, ranks), num_asked: 0 });
+        child.num_asked += 1;
+        let (domain, complete) = (child.domain.clone(), child.num_asked == num_members);
         if complete {
             children.remove(&key);
         }
@@ -299,7 +309,7 @@ impl Communicator for LocalRank {
         let call = Call { root: Some(self.domain.ranks[root]), parts, ..Call::new(OpKind::Scatter, tag) };
         let visit = self.arrive(call, full.into_iter().collect(), false)?;
         let full = visit.wait_for_inputs()?[root][0].clone();
-        let block = Arc::new(SharedTensors::block(self.rank, [(layout.clone(), elem_bytes)]));
+        let block = Arc::new(SharedTensors::block(&self.domain.world.pool, self.rank, [(layout.clone(), elem_bytes)]));
         block.fill(self.rank, |_, elements, target| {
             target.write_copy_of_slice(&full[elements.start * elem_bytes..elements.end * elem_bytes])
         });
@@ -323,6 +333,10 @@ impl Communicator for LocalRank {
 
     fn abort(&self, cause: AbortCause) {
         self.domain.world.abort(cause);
+    }
+
+    fn aborted(&self) -> Option<AbortCause> {
+        self.domain.world.cause.get().cloned()
     }
 }
 
@@ -399,4 +413,43 @@ impl Drop for Visit<'_> {
 /// State behind these locks is changed in single steps, so it is whole even after a panic elsewhere.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::{Dtype, Phase};
+
+    #[test]
+    fn nothing_is_left_of_an_operation_once_all_ranks_have_left() {
+        let world = Arc::new(LocalWorld {
+            timeout: Duration::from_secs(30),
+            cause: OnceLock::new(),
+            domains: Mutex::default(),
+            pool: Arc::default(),
+        });
+        let domain = Domain::create(&world, vec![0, 1, 2]);
+        thread::scope(|scope| {
+            for rank in 0..3 {
+                let comm = LocalRank::create(&domain, rank);
+                scope.spawn(move || {
+                    let tag = OpTag::new(0, Phase::Backward, "head");
+                    let layout = ShardLayout::new(&[5], 0, 3);
+                    let part = ReducePart { full: vec![0; 20].into(), layout, dtype: Dtype::F32 };
+                    for _ in 0..10 {
+                        comm.all_reduce(&tag, std::slice::from_ref(&part), Reduce::SUM).unwrap();
+                        comm.barrier(&tag).unwrap();
+                    }
+                    comm.channel("gather").unwrap().barrier(&tag).unwrap();
+                    comm.subgroup(&[2, 0, 1]).unwrap().barrier(&tag).unwrap();
+                });
+            }
+        });
+        assert!(lock(&domain.slots).is_empty());
+        assert!(lock(&domain.children).is_empty());
+        let num_domains = lock(&world.domains).iter().filter(|domain| domain.strong_count() > 0).count();
+        assert_eq!(num_domains, 1, "the channel and the group ended with their communicators");
+    }
 }

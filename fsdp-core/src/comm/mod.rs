@@ -12,10 +12,14 @@
 
 mod call;
 mod check;
-mod error;
+pub(crate) mod error;
+mod faulty;
 mod local;
 mod op;
+mod pool;
+mod recorder;
 mod shared;
+mod stream;
 mod sum;
 
 use std::fmt::Debug;
@@ -24,8 +28,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 pub use error::{AbortCause, CommError, Issued};
+pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;
 pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
+pub use recorder::{LoggedOp, OpCount, Recorder, Traffic};
+pub use stream::{CommStream, Pending, Timing};
 
 use crate::ShardLayout;
 
@@ -90,4 +97,7 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// Ends every wait of every rank, on all channels and groups of the world, with this cause. The first cause wins.
     fn abort(&self, cause: AbortCause);
+
+    /// Why the world was aborted, if it was. Costs no communication.
+    fn aborted(&self) -> Option<AbortCause>;
 }

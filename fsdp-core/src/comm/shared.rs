@@ -5,19 +5,15 @@
 //! 2. each rank fills at most once, enforced by its flag, and a block has one rank only;
 //! 3. nothing reads before every rank has filled, enforced by the count.
 
-use std::alloc::{self, Layout};
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
+use super::pool::{ALIGN, Block, Pool};
 use crate::ShardLayout;
-
-/// Alignment of the allocation and of each tensor in it: a cache line, and enough for any vector instruction.
-const ALIGN: usize = 64;
 
 /// Largest piece that is filled at once: it stays in the first-level cache while the ranks' values are added.
 pub(crate) const PIECE_BYTES: usize = 8 * 1024;
@@ -25,8 +21,7 @@ pub(crate) const PIECE_BYTES: usize = 8 * 1024;
 /// Tensors side by side in one allocation, written by all ranks, then read by all.
 #[derive(Debug)]
 pub(crate) struct SharedTensors {
-    start: NonNull<u8>,
-    memory: Layout,
+    memory: Block,
     tensors: Vec<Tensor>,
     /// `None` for whole tensors, which all ranks fill; else the one rank whose blocks these are.
     owner: Option<usize>,
@@ -43,24 +38,32 @@ struct Tensor {
     bytes: Range<usize>,
 }
 
-// SAFETY: The type owns its memory, and `u8` may move between threads.
-unsafe impl Send for SharedTensors {}
-// SAFETY: Shared access writes disjoint ranges (invariants 1 and 2) and reads only after the last write (invariant 3).
-unsafe impl Sync for SharedTensors {}
-
 impl SharedTensors {
     /// Allocates whole tensors, which `num_ranks` ranks fill. Each is given by its layout, of `num_ranks` blocks, and
     /// the size of an element.
-    pub(crate) fn whole(num_ranks: usize, tensors: impl IntoIterator<Item = (ShardLayout, usize)>) -> Self {
-        Self::new(num_ranks, None, tensors)
+    pub(crate) fn whole(
+        pool: &Arc<Pool>,
+        num_ranks: usize,
+        tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
+    ) -> Self {
+        Self::new(pool, num_ranks, None, tensors)
     }
 
     /// Allocates the blocks of one rank, which it fills alone.
-    pub(crate) fn block(rank: usize, tensors: impl IntoIterator<Item = (ShardLayout, usize)>) -> Self {
-        Self::new(rank + 1, Some(rank), tensors)
+    pub(crate) fn block(
+        pool: &Arc<Pool>,
+        rank: usize,
+        tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
+    ) -> Self {
+        Self::new(pool, rank + 1, Some(rank), tensors)
     }
 
-    fn new(num_flags: usize, owner: Option<usize>, tensors: impl IntoIterator<Item = (ShardLayout, usize)>) -> Self {
+    fn new(
+        pool: &Arc<Pool>,
+        num_flags: usize,
+        owner: Option<usize>,
+        tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
+    ) -> Self {
         let mut end = 0;
         let tensors: Vec<Tensor> = tensors
             .into_iter()
@@ -78,15 +81,8 @@ impl SharedTensors {
                 Tensor { layout, elem_bytes, bytes: start..start + bytes }
             })
             .collect();
-        let memory = Layout::from_size_align(end, ALIGN).expect("a buffer is smaller than the address space");
-        let start = if end == 0 {
-            NonNull::dangling()
-        } else {
-            // SAFETY: The layout's size is not zero.
-            NonNull::new(unsafe { alloc::alloc(memory) }).unwrap_or_else(|| alloc::handle_alloc_error(memory))
-        };
         let begun = (0..num_flags).map(|_| AtomicBool::new(false)).collect();
-        Self { start, memory, tensors, owner, begun, filled: AtomicUsize::new(0) }
+        Self { memory: pool.take(end), tensors, owner, begun, filled: AtomicUsize::new(0) }
     }
 
     /// Fills every element that `rank` owns, piece by piece, in order.
@@ -112,14 +108,18 @@ impl SharedTensors {
                     num_filled += piece.len();
                     let offset = tensor.bytes.start + first * tensor.elem_bytes;
                     let len = piece.len() * tensor.elem_bytes;
+                    assert!(offset + len <= tensor.bytes.end, "a run lies in its tensor");
                     // SAFETY: The piece lies in the tensor, and the tensor in the allocation. No other reference to
                     // these bytes exists: other ranks own other runs, this rank is here once, and views are made
                     // only after all ranks have filled (invariants 1 to 3).
                     let target = unsafe {
-                        std::slice::from_raw_parts_mut(self.start.as_ptr().add(offset).cast::<MaybeUninit<u8>>(), len)
+                        std::slice::from_raw_parts_mut(
+                            self.memory.start().as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
+                            len,
+                        )
                     };
                     let written = fill(index, piece, target);
-                    let expected = self.start.as_ptr().wrapping_add(offset).cast_const();
+                    let expected = self.memory.start().as_ptr().wrapping_add(offset).cast_const();
                     assert!(written.len() == len && written.as_ptr() == expected, "`fill` returns what it was given");
                 }
             }
@@ -138,15 +138,6 @@ impl SharedTensors {
     }
 }
 
-impl Drop for SharedTensors {
-    fn drop(&mut self) {
-        if self.memory.size() > 0 {
-            // SAFETY: Allocated in `new` with this layout, and no view is left, since each holds an `Arc`.
-            unsafe { alloc::dealloc(self.start.as_ptr(), self.memory) }
-        }
-    }
-}
-
 /// Exists only once all ranks have filled: see [`SharedTensors::views`].
 struct View {
     shared: Arc<SharedTensors>,
@@ -158,7 +149,7 @@ impl AsRef<[u8]> for View {
         let bytes = &self.shared.tensors[self.tensor].bytes;
         // SAFETY: Every byte of the tensor is initialised, since its blocks cover it (invariant 1) and all were
         // filled before this view was made; nothing writes any more (invariants 2 and 3).
-        unsafe { std::slice::from_raw_parts(self.shared.start.as_ptr().add(bytes.start), bytes.len()) }
+        unsafe { std::slice::from_raw_parts(self.shared.memory.start().as_ptr().add(bytes.start), bytes.len()) }
     }
 }
 
@@ -185,7 +176,7 @@ mod tests {
             (ShardLayout::new(&[], 0, 3), 8),
             (ShardLayout::new(&[9000], 0, 3), 4),
         ];
-        let shared = Arc::new(SharedTensors::whole(3, layouts.clone()));
+        let shared = Arc::new(SharedTensors::whole(&Arc::default(), 3, layouts.clone()));
         thread::scope(|scope| {
             for rank in 0..3 {
                 let shared = &shared;
@@ -209,7 +200,7 @@ mod tests {
     #[test]
     fn a_block_is_packed_in_the_order_of_its_elements() {
         let layout = ShardLayout::new(&[2, 5], 1, 2);
-        let block = Arc::new(SharedTensors::block(1, [(layout, 1)]));
+        let block = Arc::new(SharedTensors::block(&Arc::default(), 1, [(layout, 1)]));
         block.fill(1, |_, elements, target| {
             target.write_copy_of_slice(&elements.map(|element| element as u8).collect::<Vec<u8>>())
         });
@@ -218,8 +209,11 @@ mod tests {
 
     #[test]
     fn the_allocation_lives_until_its_last_view_is_dropped() {
-        let shared =
-            Arc::new(SharedTensors::whole(1, [(ShardLayout::new(&[3], 0, 1), 1), (ShardLayout::new(&[2], 0, 1), 1)]));
+        let shared = Arc::new(SharedTensors::whole(
+            &Arc::default(),
+            1,
+            [(ShardLayout::new(&[3], 0, 1), 1), (ShardLayout::new(&[2], 0, 1), 1)],
+        ));
         write_rank(&shared, 0);
         let mut views = shared.views();
         let weak = Arc::downgrade(&shared);
@@ -235,7 +229,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "all ranks fill before anyone reads")]
     fn a_view_before_the_last_fill_is_refused() {
-        let shared = Arc::new(SharedTensors::whole(2, [(ShardLayout::new(&[4], 0, 2), 4)]));
+        let shared = Arc::new(SharedTensors::whole(&Arc::default(), 2, [(ShardLayout::new(&[4], 0, 2), 4)]));
         write_rank(&shared, 0);
         shared.views();
     }
@@ -243,7 +237,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "a rank fills its blocks once")]
     fn a_second_fill_is_refused() {
-        let shared = SharedTensors::whole(2, [(ShardLayout::new(&[4], 0, 2), 4)]);
+        let shared = SharedTensors::whole(&Arc::default(), 2, [(ShardLayout::new(&[4], 0, 2), 4)]);
         write_rank(&shared, 0);
         write_rank(&shared, 0);
     }

@@ -130,7 +130,7 @@ mod tests {
 
     fn free_and_live(pool: &Pool) -> (usize, usize) {
         let state = pool.state.lock().unwrap();
-        assert_eq!(state.free_bytes, state.free.iter().map(|memory| memory.layout.size()).sum());
+        assert_eq!(state.free_bytes, state.free.iter().map(|memory| memory.layout.size()).sum::<usize>());
         (state.free_bytes / MIB, state.live_bytes / MIB)
     }
 

@@ -169,6 +169,10 @@ impl Engine {
         self.settings.accumulation
     }
 
+    pub(crate) fn prefetch(&self) -> PrefetchDepth {
+        self.settings.depth
+    }
+
     /// Gradients are means over ranks and micro-batches; otherwise sums.
     pub(crate) fn reduces_to_mean(&self) -> bool {
         self.settings.reduction == GradientReduction::Mean

@@ -29,7 +29,8 @@ pub use rank::Rank;
 pub use sharded::Sharded;
 
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Mesh, NonFinite, Plan, Stage,
-    Traffic, WrapPolicy,
+    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, MemoryEstimate, Mesh, NonFinite,
+    OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Traffic, TrainingConfig, WrapPolicy,
+    human_bytes,
 };
 pub use fsdp_macros::Sharded;

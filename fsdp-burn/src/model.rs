@@ -179,6 +179,24 @@ impl<M: Module> ShardedModel<M> {
         Ok(())
     }
 
+    /// Memory that this rank will need at its peak, in bytes. Activations are what forward keeps for backward: the model
+    /// and the batch decide, so the caller says, or `None`.
+    pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
+        let plan = self.plan();
+        let lens = || (0..plan.units().len()).map(|unit| plan.unit_len(unit) as u64);
+        let kept = lens().zip(plan.units()).filter(|(_, unit)| unit.keep).map(|(len, _)| len).sum();
+        let model = MemoryModel {
+            stage: plan.stage(),
+            optimizer,
+            largest_unit_len: lens().max().unwrap_or(0),
+            kept_len: kept,
+            prefetch: self.engine.prefetch().max() as u64,
+            activation_bytes,
+            ..MemoryModel::new(plan.num_params() as u64)
+        };
+        model.exact(plan.params().iter().map(|param| &param.layout), self.engine.shard_index())
+    }
+
     /// What communication has cost since the start, or since [`ShardedModel::reset_stats`].
     pub fn stats(&self) -> EngineStats {
         self.engine.stats()

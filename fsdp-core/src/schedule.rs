@@ -41,6 +41,13 @@ pub struct PrefetchDepth {
     pub backward: usize,
 }
 
+impl PrefetchDepth {
+    /// The larger of both: what memory has to hold.
+    pub fn max(self) -> usize {
+        self.forward.max(self.backward)
+    }
+}
+
 /// What the schedule must know of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnitTraits {

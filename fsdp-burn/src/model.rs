@@ -6,7 +6,10 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::{Axis, Dtype, OpTag, Phase, Plan, PrefetchDepth, Reduce, ReducePart, ShardLayout};
+use fsdp_core::{
+    Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PrefetchDepth, Reduce, ReducePart,
+    ShardLayout,
+};
 
 use crate::distribute::{attach, distribute, refresh};
 use crate::engine::{Engine, EngineStats, Settings};

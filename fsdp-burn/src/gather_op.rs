@@ -32,9 +32,9 @@ use burn::tensor::{FloatDType, Shape, Tensor};
 
 use crate::engine::Engine;
 
-/// Levels of the backward graph between two rungs. More than the ops of any unit, so that a unit's gradients never
-/// have to wait for a unit in front of it; each level costs backward an empty list.
-const LEVELS_PER_RUNG: usize = 512;
+/// Levels of the backward graph between two rungs. More than the ops of a unit in sequence (a transformer block has
+/// about 50), or its gradients would be reduced later than they could; each level costs backward an empty list.
+const LEVELS_PER_RUNG: usize = 128;
 
 /// A tensor of the autodiff backend, whatever its checkpointing strategy.
 type Tracked<B> = FloatTensor<Autodiff<B, NoCheckpointing>>;

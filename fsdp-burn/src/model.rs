@@ -11,7 +11,7 @@ use fsdp_core::{
     ShardLayout,
 };
 
-use crate::distribute::{attach, distribute, refresh};
+use crate::distribute::{attach, distribute, let_go, refresh};
 use crate::engine::{Engine, EngineStats, Settings};
 use crate::links::Links;
 use crate::survey::{Entry, survey};
@@ -215,16 +215,19 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The entries of the plan's parameters, in plan order.
-    pub(crate) fn planned_entries(&self) -> Vec<&Entry> {
+    pub(crate) fn planned_entries(&self) -> Vec<Entry> {
         let plan = self.plan();
         let planned = |entry: &&Entry| entry.is_param && !plan.ignored().contains(&entry.path());
-        self.entries.iter().filter(planned).collect()
+        self.entries.iter().filter(planned).cloned().collect()
     }
 
-    /// Puts the engine's parameters into the model, after a step.
-    pub(crate) fn refresh(&mut self) {
-        // A module is mapped by value; the clone shares all tensors and is dropped right away.
+    /// Runs an optimizer step while the model holds no parameters, and gives it the engine's afterwards.
+    pub(crate) fn while_let_go<T>(&mut self, step: impl FnOnce() -> T) -> T {
+        // A module is mapped by value; the clones share all tensors and are dropped right away.
+        self.module = let_go(self.module.clone(), &self.entries, &self.engine);
+        let result = step();
         self.module = refresh(self.module.clone(), &self.entries, &self.engine);
+        result
     }
 }
 

@@ -47,9 +47,9 @@ struct Args {
     ranks: usize,
     #[arg(long, value_delimiter = ',', default_value = "plain,0,1,2,3")]
     modes: Vec<String>,
-    /// Burn's balanced gradient checkpointing: cheap operations are computed again in backward.
+    /// Without Burn's balanced gradient checkpointing.
     #[arg(long)]
-    balanced: bool,
+    hold: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -92,7 +92,7 @@ fn print(rank: &Rank, mode: &str, step: usize, row: &[usize]) {
 }
 
 fn sharded(args: &Args, rank: &Rank, mode: &str) -> Result<(), Error> {
-    let device = if args.balanced { rank.device().gradient_checkpointing() } else { rank.device() };
+    let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model = rank.shard(args.shape.init(&device))?;
     if rank.is_main() {
         let lens: Vec<_> = (0..model.plan().units().len()).map(|unit| 4 * model.plan().unit_len(unit)).collect();
@@ -117,7 +117,7 @@ fn sharded(args: &Args, rank: &Rank, mode: &str) -> Result<(), Error> {
 }
 
 fn plain(args: &Args, rank: &Rank) -> Result<(), Error> {
-    let device = if args.balanced { rank.device().gradient_checkpointing() } else { rank.device() };
+    let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model = args.shape.init(&device).fork(&device);
     let mut optim = AdamWConfig::new().with_weight_decay(0.1).init();
     for step in 0..3 {

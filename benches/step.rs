@@ -38,9 +38,9 @@ struct Args {
     #[arg(long)]
     json: Option<std::path::PathBuf>,
     /// Set by cargo.
-    /// Burn's balanced gradient checkpointing: cheap operations are computed again in backward.
+    /// Without Burn's balanced gradient checkpointing.
     #[arg(long)]
-    balanced: bool,
+    hold: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -120,7 +120,7 @@ fn run(args: &Args, stage: Option<Stage>, times: &mut Times) -> Result<(), Error
 }
 
 fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
-    let device = if args.balanced { rank.device().gradient_checkpointing() } else { rank.device() };
+    let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model = rank.shard(args.shape.init(&device))?;
     let mut optim = rank.optimizer(AdamWConfig::new().with_weight_decay(0.1).init())?;
     let mut times = Times::default();
@@ -148,7 +148,7 @@ fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
 }
 
 fn plain(args: &Args, rank: &Rank) -> Result<Times, Error> {
-    let device = if args.balanced { rank.device().gradient_checkpointing() } else { rank.device() };
+    let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model: Gpt = args.shape.init(&device);
     let mut optim = AdamWConfig::new().with_weight_decay(0.1).init();
     let mut times = Times::default();

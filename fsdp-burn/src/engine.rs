@@ -76,6 +76,7 @@ pub(crate) struct Engine {
     /// Position on the shard axis.
     shard_index: usize,
     dtypes: Vec<Dtype>,
+    held: Vec<bool>,
     links: Links,
     settings: Settings,
     state: Mutex<State>,
@@ -146,7 +147,8 @@ impl Engine {
             backwards: 0,
             stats: EngineStats::default(),
         };
-        Self { plan, shard_index, dtypes, links, settings, state: Mutex::new(state), ladder: Mutex::new(None) }
+        let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
+        Self { plan, shard_index, dtypes, held, links, settings, state: Mutex::new(state), ladder: Mutex::new(None) }
     }
 
     pub(crate) fn plan(&self) -> &Plan {
@@ -220,6 +222,11 @@ impl Engine {
         if let Err(error) = self.try_capture(param, gradient) {
             self.fail(error);
         }
+    }
+
+    /// Whether autodiff holds the parameter between forward and backward. See [Note: Recompute, do not hold].
+    pub(crate) fn holds(&self, param: usize) -> bool {
+        self.held[param]
     }
 
     /// One more gradient is to come in backward.

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{Gradients, Tensor, TensorData};
+use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
     Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PrefetchDepth, Reduce, ReducePart,
@@ -63,6 +63,12 @@ impl<M: Module + Sharded> ShardedModel<M> {
         check_supported(&plan, &entries)?;
         for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
             tracing::warn!("{warning}");
+        }
+        if rank.is_main() && config.stage.shards_parameters() && !checkpoints(&module) {
+            tracing::warn!(
+                "the model is on a device without gradient checkpointing, so layers that use a view of a weight keep it \
+                 gathered until backward; build it on `rank.device()`"
+            );
         }
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
@@ -229,6 +235,12 @@ impl<M: Module> ShardedModel<M> {
         self.module = refresh(self.module.clone(), &self.entries, &self.engine);
         result
     }
+}
+
+/// Whether the model's device checkpoints. See [Note: Recompute, do not hold].
+fn checkpoints<M: Module>(module: &M) -> bool {
+    let balanced = Some(GradientCheckpointingStrategy::Balanced);
+    module.devices().iter().all(|device| device.gradient_checkpointing_strategy() == balanced)
 }
 
 /// Refuses what this version cannot do, before anything is sent.

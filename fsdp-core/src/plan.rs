@@ -218,6 +218,12 @@ impl Plan {
         !self.stage.shards_parameters() || !param.is_split()
     }
 
+    /// Whether autodiff may hold the gathered parameter from forward to backward, because it is small beside its unit:
+    /// at most a fiftieth of it, as biases and norms are.
+    pub fn is_held(&self, param: &PlannedParam) -> bool {
+        param.layout.full_len() * 50 <= self.unit_len(param.unit)
+    }
+
     /// What the schedule must know of each unit.
     pub fn unit_traits(&self) -> Vec<UnitTraits> {
         let traits = |index: UnitIndex| UnitTraits {

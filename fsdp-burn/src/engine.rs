@@ -24,8 +24,8 @@ use burn::backend::{Backend, Flex, TensorMetadata};
 use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
+    AbortCause, Accumulate, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
 };
 
 use crate::Error;
@@ -38,8 +38,7 @@ use crate::links::Links;
 pub(crate) struct Settings {
     pub(crate) depth: PrefetchDepth,
     pub(crate) reduction: GradientReduction,
-    /// Every backward reduces; otherwise only the last one before a step.
-    pub(crate) reduce_every_backward: bool,
+    pub(crate) accumulate: Accumulate,
     /// Backwards per optimizer step.
     pub(crate) accumulation: usize,
 }
@@ -169,6 +168,10 @@ impl Engine {
 
     pub(crate) fn accumulation(&self) -> usize {
         self.settings.accumulation
+    }
+
+    pub(crate) fn accumulate(&self) -> Accumulate {
+        self.settings.accumulate
     }
 
     pub(crate) fn prefetch(&self) -> PrefetchDepth {
@@ -424,7 +427,7 @@ impl Engine {
             state.schedule.set_reduce_order(order);
         }
         let last = state.backwards + 1 >= self.settings.accumulation;
-        state.schedule.begin_backward(self.settings.reduce_every_backward || last);
+        state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
         state.in_backward = true;
         state.entered = 0;
         state.last_entered = None;

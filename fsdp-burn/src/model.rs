@@ -77,7 +77,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let settings = Settings {
             depth: PrefetchDepth::from(&config.prefetch),
             reduction: training.gradient_reduction,
-            reduce_every_backward: training.accumulate == fsdp_core::Accumulate::Reduced,
+            accumulate: training.accumulate,
             accumulation: training.gradient_accumulation,
         };
         let engine = Arc::new(Engine::new(plan, shard_index, distributed.dtypes, links, settings));
@@ -188,17 +188,23 @@ impl<M: Module> ShardedModel<M> {
         Ok(())
     }
 
-    /// Memory that this rank will need at its peak, in bytes. Activations are what forward keeps for backward: the model
-    /// and the batch decide, so the caller says, or `None`.
+    /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike.
+    ///
+    /// `activation_bytes` is what one rank's forward keeps for backward, which the model and the batch decide, in bytes;
+    /// `None` leaves it out.
     pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
         let plan = self.plan();
-        let lens = || (0..plan.units().len()).map(|unit| plan.unit_len(unit) as u64);
-        let kept = lens().zip(plan.units()).filter(|(_, unit)| unit.keep).map(|(len, _)| len).sum();
+        let lens = |keep| {
+            let unit_len = |unit| plan.unit_len(unit) as u64;
+            (0..plan.units().len()).filter(move |&unit| plan.units()[unit].keep == keep).map(unit_len)
+        };
         let model = MemoryModel {
             stage: plan.stage(),
             optimizer,
-            largest_unit_len: lens().max().unwrap_or(0),
-            kept_len: kept,
+            accumulate: self.engine.accumulate(),
+            largest_unit_len: lens(false).max().unwrap_or(0),
+            kept_len: lens(true).sum(),
+            ranks_per_process: plan.mesh().world_size() as u64,
             prefetch: self.engine.prefetch().max() as u64,
             activation_bytes,
             ..MemoryModel::new(plan.num_params() as u64)

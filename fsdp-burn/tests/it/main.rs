@@ -2,3 +2,5 @@
 
 mod common;
 mod parity;
+mod shapes;
+mod traffic;

@@ -3,9 +3,7 @@
 use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig};
 
 use crate::common::models::{ConvNet, Gpt, Mlp, Trial};
-use crate::common::run::{
-    Optimizer, STEPS, Tolerance, assert_parity, config, plain, plain_for, sharded, sharded_for,
-};
+use crate::common::run::{Optimizer, STEPS, Tolerance, assert_parity, config, plain, plain_for, sharded, sharded_for};
 
 const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
 
@@ -13,7 +11,7 @@ const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
 const FAR_AHEAD: usize = 20;
 
 /// Stage 0 against the oracle, and all other stages and prefetch depths against stage 0.
-fn assert_all_stages<M: Trial>(training: &TrainingConfig, optimizer: Optimizer, world_sizes: &[usize]) {
+pub(crate) fn assert_all_stages<M: Trial>(training: &TrainingConfig, optimizer: Optimizer, world_sizes: &[usize]) {
     let with = |stage, world_size, depth| Config {
         training: training.clone(),
         prefetch: PrefetchConfig { forward: depth, backward: depth },

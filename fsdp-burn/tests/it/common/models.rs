@@ -16,6 +16,8 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_burn::Sharded;
 
+use super::run::BATCH;
+
 /// A model with data of its own, so that one test fits all models.
 pub(crate) trait Trial: Module + Sharded + 'static {
     /// Builds the model, lazily initialised.
@@ -110,10 +112,7 @@ impl Trial for ConvNet {
         };
         Self {
             stem: conv([2, 6]),
-            body: Body {
-                convs: vec![conv([6, 6]), conv([6, 6])],
-                norm: GroupNormConfig::new(2, 6).init(device),
-            },
+            body: Body { convs: vec![conv([6, 6]), conv([6, 6])], norm: GroupNormConfig::new(2, 6).init(device) },
             pool: AvgPool2dConfig::new([2, 2]).init(),
             head: LinearConfig::new(6 * 4, 3).init(device),
         }
@@ -306,5 +305,67 @@ impl Trial for Layouts {
         let x = self.mixed.trained.forward(relu(self.mixed.frozen.forward(x.clone()))) + self.teacher.forward(x);
         let x = self.frozen.forward(x * self.scale.val().unsqueeze());
         distance(self.output.forward(x) * 0.1, batch, samples, device)
+    }
+}
+
+/// A model that uses one parameter for the first half of a batch only, and one unit never.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Branches {
+    #[shard(unit)]
+    trunk: Trunk,
+    #[shard(unit)]
+    spare: Linear,
+    output: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Trunk {
+    main: Linear,
+    side: Linear,
+}
+
+impl Trial for Branches {
+    fn build(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(7, to).init(device);
+        Self { trunk: Trunk { main: linear(7), side: linear(7) }, spare: linear(7), output: linear(3) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = self.trunk.main.forward(rows(batch + 1, samples.clone(), 7, device));
+        let num_first = (BATCH / 2).clamp(samples.start, samples.end) - samples.start;
+        let mut parts = Vec::new();
+        if num_first > 0 {
+            let first = x.clone().slice(0..num_first);
+            parts.push(first.clone() + relu(self.trunk.side.forward(first)));
+        }
+        if num_first < samples.len() {
+            parts.push(x.slice(num_first..samples.len()));
+        }
+        distance(self.output.forward(Tensor::cat(parts, 0)), batch, samples, device)
+    }
+}
+
+/// Units that are used three times over in one forward.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Recurrent {
+    #[shard(unit)]
+    a: Linear,
+    #[shard(unit)]
+    b: Linear,
+    output: Linear,
+}
+
+impl Trial for Recurrent {
+    fn build(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(7, to).init(device);
+        Self { a: linear(7), b: linear(7), output: linear(3) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let mut x = rows(batch + 1, samples.clone(), 7, device);
+        for _ in 0..3 {
+            x = relu(self.b.forward(gelu(self.a.forward(x))));
+        }
+        distance(self.output.forward(x), batch, samples, device)
     }
 }

@@ -88,7 +88,7 @@ impl Tolerance {
 }
 
 /// Samples of the whole batch, divisible by every world size that is tested.
-pub(crate) const BATCH: usize = 30;
+pub(crate) const BATCH: usize = 120;
 pub(crate) const STEPS: usize = 5;
 pub(crate) const SEED: u64 = 7;
 

@@ -461,7 +461,9 @@ impl Engine {
                 Action::Publish(unit) => {
                     let parts: Vec<_> = self
                         .split_trainable(unit)
-                        .map(|(param, spec)| self.gather_part(param, self.to_publish(param, spec, &state.stored[param])))
+                        .map(|(param, spec)| {
+                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
+                        })
                         .collect();
                     if !parts.is_empty() {
                         let tag = self.tag(state, Phase::Optimizer, unit);

@@ -106,7 +106,7 @@ fn specs_replicated_ignored_and_frozen_parameters_train_as_on_one_device() {
 }
 
 #[test]
-fn frozen_parameters_stay_and_cost_no_gradient_traffic() {
+fn frozen_parameters_stay_as_they_are_and_all_others_change() {
     let initial = plain_weights(&plain_model::<Layouts>().0);
     let trained = sharded::<Layouts>(&config(Stage::Parameters, 2), Optimizer::AdamW).weights;
     for (path, values) in trained {

@@ -3,7 +3,7 @@
 use fsdp_burn::{Config, OpKind, Plan, Stage, TrainingConfig, launch};
 use fsdp_core::{Accumulate, TrafficModel, UnitTraffic};
 
-use crate::common::models::{ConvNet, Gpt, Mlp, Trial};
+use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial};
 use crate::common::run::{Optimizer, config, share, start};
 
 /// Operations by rank, and bytes over all ranks, of one step after the order of units is known.
@@ -12,6 +12,8 @@ struct Counted {
     all_gather: u64,
     reduce_scatter: u64,
     sent_bytes: u64,
+    /// Bytes of reduce-scatters alone.
+    reduced_bytes: u64,
 }
 
 /// The kinds of collectives that a step may use at all.
@@ -36,26 +38,29 @@ fn count<M: Trial>(config: &Config) -> (Counted, Plan) {
         let [all_reduce, all_gather, reduce_scatter] = KINDS.map(|kind| rank.traffic().of(kind));
         let total = rank.traffic().total();
         assert_eq!(total.num_ops, all_reduce.num_ops + all_gather.num_ops + reduce_scatter.num_ops, "control messages");
-        Ok(([all_reduce.num_ops, all_gather.num_ops, reduce_scatter.num_ops], total.sent_bytes, model.plan().clone()))
+        let ops = [all_reduce.num_ops, all_gather.num_ops, reduce_scatter.num_ops];
+        Ok((ops, [total.sent_bytes, reduce_scatter.sent_bytes], model.plan().clone()))
     })
     .unwrap();
     let (ops, _, plan) = ranks[0].clone();
     assert!(ranks.iter().all(|(other, _, _)| *other == ops), "ranks differ in operations");
-    let sent_bytes = ranks.iter().map(|(_, bytes, _)| bytes).sum();
+    let [sent_bytes, reduced_bytes] = [0, 1].map(|kind| ranks.iter().map(|(_, bytes, _)| bytes[kind]).sum());
     let [all_reduce, all_gather, reduce_scatter] = ops;
-    (Counted { all_reduce, all_gather, reduce_scatter, sent_bytes }, plan)
+    (Counted { all_reduce, all_gather, reduce_scatter, sent_bytes, reduced_bytes }, plan)
 }
 
-/// The units in the order in which forward first uses them, given by name.
+/// The units in the order in which forward first uses them, given by name. A name in brackets is a unit whose weights
+/// backward does not ask for, because nothing in front of it needs a gradient; it is gathered once, like a kept one.
 fn units(plan: &Plan, order: &[&str], num_ranks: u64) -> Vec<UnitTraffic> {
     assert_eq!(order.len(), plan.units().len(), "{}", plan.table(0));
     let unit = |name: &&str| {
-        let index = plan.units().iter().position(|unit| unit.name == *name).unwrap();
+        let bare_name = name.trim_matches(['[', ']']);
+        let index = plan.units().iter().position(|unit| unit.name == bare_name).unwrap();
         let full_len = plan.unit_len(index) as u64;
         // Without padding the ranks together send (N - 1) times the unit in each pass, however it is cut. That is what
         // one rank would send of a unit N times as large.
         let unit = UnitTraffic::even(full_len * num_ranks, num_ranks);
-        if plan.units()[index].keep { unit.keep() } else { unit }
+        if plan.units()[index].keep || bare_name != *name { unit.keep() } else { unit }
     };
     order.iter().map(unit).collect()
 }
@@ -77,9 +82,9 @@ fn assert_counts<M: Trial>(config: &Config, order: &[&str]) {
     }
 }
 
-const MLP: [&str; 5] = ["input", "hidden.0", "hidden.1", "hidden.2", "root"];
+const MLP: [&str; 5] = ["[input]", "hidden.0", "hidden.1", "hidden.2", "root"];
 const CONV_NET: [&str; 5] = ["stem", "root", "body.convs.0", "body.convs.1", "head"];
-const GPT: [&str; 7] = ["tokens", "root", "blocks.0", "blocks.0.feed", "blocks.1", "blocks.1.feed", "head"];
+const GPT: [&str; 7] = ["[tokens]", "root", "blocks.0", "blocks.0.feed", "blocks.1", "blocks.1.feed", "head"];
 
 #[test]
 fn a_step_sends_what_the_traffic_model_says_at_every_stage_and_world_size() {
@@ -129,5 +134,17 @@ fn stage_3_sends_one_and_a_half_times_what_the_others_send_less_what_stays_gathe
                 if stage == Stage::Parameters { 3 * num_params - len("root") - len("head") } else { 2 * num_params };
             assert_eq!(counted.sent_bytes, 4 * passes * others, "{stage} on {world_size}");
         }
+    }
+}
+
+#[test]
+fn frozen_parameters_are_gathered_and_never_reduced() {
+    for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+        let (counted, plan) = count::<Layouts>(&config(stage, 3));
+        let reduced = plan.params().iter().filter(|param| param.trainable && param.is_split());
+        let reduced_len: usize = reduced.map(|param| param.layout.full_len()).sum();
+        assert_eq!(counted.reduced_bytes, 4 * reduced_len as u64 * 2, "{stage}");
+        assert_eq!(counted.all_reduce, 1, "only the replicated parameter is all-reduced");
+        assert_eq!(counted.reduce_scatter, 3, "the unit that is frozen in whole is left out");
     }
 }

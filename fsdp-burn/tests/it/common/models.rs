@@ -312,6 +312,8 @@ impl Trial for Layouts {
 #[derive(Module, Debug, Sharded)]
 pub(crate) struct Branches {
     #[shard(unit)]
+    input: Linear,
+    #[shard(unit)]
     trunk: Trunk,
     #[shard(unit)]
     spare: Linear,
@@ -327,11 +329,16 @@ struct Trunk {
 impl Trial for Branches {
     fn build(device: &Device) -> Self {
         let linear = |to| LinearConfig::new(7, to).init(device);
-        Self { trunk: Trunk { main: linear(7), side: linear(7) }, spare: linear(7), output: linear(3) }
+        Self {
+            input: linear(7),
+            trunk: Trunk { main: linear(7), side: linear(7) },
+            spare: linear(7),
+            output: linear(3),
+        }
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
-        let x = self.trunk.main.forward(rows(batch + 1, samples.clone(), 7, device));
+        let x = self.trunk.main.forward(self.input.forward(rows(batch + 1, samples.clone(), 7, device)));
         let num_first = (BATCH / 2).clamp(samples.start, samples.end) - samples.start;
         let mut parts = Vec::new();
         if num_first > 0 {

@@ -94,7 +94,7 @@ pub(crate) const SEED: u64 = 7;
 
 /// A stage on a number of ranks, and a time limit that a broken test reaches soon.
 pub(crate) fn config(stage: Stage, world_size: usize) -> Config {
-    Config { stage, world_size, timeout_s: 60.0, ..Config::default() }
+    Config { stage, world_size, timeout_s: 20.0, ..Config::default() }
 }
 
 /// The samples of this rank, in a batch of [`BATCH`].

@@ -471,7 +471,9 @@ impl Engine {
                 Action::Publish(unit) => {
                     let parts: Vec<_> = self
                         .split_trainable(unit)
-                        .map(|(param, _)| self.gather_part(param, state.stored[param].clone()))
+                        .map(|(param, spec)| {
+                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
+                        })
                         .collect();
                     if !parts.is_empty() {
                         let tag = self.tag(state, Phase::Optimizer, unit);
@@ -493,6 +495,16 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
+    fn to_publish(&self, param: usize, spec: &PlannedParam, stored: &Bytes) -> Bytes {
+        let elem_bytes = self.dtypes[param].size_bytes();
+        if stored.len() == spec.layout.full_len() * elem_bytes {
+            cut(stored, &spec.layout, self.shard_index, elem_bytes)
+        } else {
+            stored.clone()
+        }
     }
 
     fn start_reduce(&self, state: &mut State, unit: UnitIndex) {

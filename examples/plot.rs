@@ -32,8 +32,17 @@ fn draw(losses: &[f64], title: &str, file: &Path) -> Result<(), Box<dyn std::err
         .label_style(("sans-serif", 14))
         .draw()?;
     let steps = || 1..=losses.len();
-    chart.draw_series(LineSeries::new(steps().zip(losses.iter().copied()), RGBColor(150, 190, 230).stroke_width(1)))?;
-    chart.draw_series(LineSeries::new(steps().zip(smoothed(losses)), RGBColor(20, 80, 160).stroke_width(2)))?;
+    let (light, dark) = (RGBColor(150, 190, 230), RGBColor(20, 80, 160).stroke_width(2));
+    let sample = |x, y, style: ShapeStyle| PathElement::new([(x, y), (x + 20, y)], style);
+    chart
+        .draw_series(LineSeries::new(steps().zip(losses.iter().copied()), light))?
+        .label("each step")
+        .legend(move |(x, y)| sample(x, y, light.into()));
+    chart
+        .draw_series(LineSeries::new(steps().zip(smoothed(losses)), dark))?
+        .label("mean of 20 steps")
+        .legend(move |(x, y)| sample(x, y, dark));
+    chart.configure_series_labels().position(SeriesLabelPosition::UpperRight).label_font(("sans-serif", 14)).draw()?;
     root.present()?;
     Ok(())
 }

@@ -1,0 +1,145 @@
+//! A GPT in plain Burn. The derive `Sharded` and its attributes are the only trace of sharding in the model.
+
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Device, Int, Tensor, activation, module::attention};
+use fsdp_burn::Sharded;
+use serde::{Deserialize, Serialize};
+
+/// Sizes of the model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GptConfig {
+    /// Number of blocks.
+    pub layers: usize,
+    /// Length of the vector of one position.
+    pub width: usize,
+    /// Attention heads; they share the width evenly.
+    pub heads: usize,
+    /// Longest context, in tokens.
+    pub sequence: usize,
+    /// Number of tokens. Bytes need 256.
+    pub vocabulary: usize,
+}
+
+/// Pre-norm transformer with learned positions and a head of its own.
+#[derive(Module, Debug, Sharded)]
+pub struct Gpt {
+    // Burn's embedding op holds its table until backward, so gathering it again would save nothing: keep.
+    #[shard(unit, keep)]
+    tokens: Embedding,
+    positions: Embedding,
+    #[shard(units)]
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+    // Backward starts with the head.
+    #[shard(unit, keep)]
+    head: Linear,
+}
+
+/// Attention, then a perceptron, each on the normalised input and added to it.
+#[derive(Module, Debug)]
+pub(crate) struct Block {
+    attention_norm: LayerNorm,
+    query_key_value: Linear,
+    project: Linear,
+    perceptron_norm: LayerNorm,
+    up: Linear,
+    down: Linear,
+    heads: usize,
+}
+
+impl GptConfig {
+    /// A model with random weights.
+    pub fn init(&self, device: &Device) -> Gpt {
+        let initializer = Initializer::Normal { mean: 0.0, std: 0.02 };
+        let embedding =
+            |rows| EmbeddingConfig::new(rows, self.width).with_initializer(initializer.clone()).init(device);
+        let linear = |from, to| LinearConfig::new(from, to).with_initializer(initializer.clone()).init(device);
+        let norm = || LayerNormConfig::new(self.width).init(device);
+        let block = |_| Block {
+            attention_norm: norm(),
+            query_key_value: linear(self.width, 3 * self.width),
+            project: linear(self.width, self.width),
+            perceptron_norm: norm(),
+            up: linear(self.width, 4 * self.width),
+            down: linear(4 * self.width, self.width),
+            heads: self.heads,
+        };
+        Gpt {
+            tokens: embedding(self.vocabulary),
+            positions: embedding(self.sequence),
+            blocks: (0..self.layers).map(block).collect(),
+            norm: norm(),
+            head: linear(self.width, self.vocabulary),
+        }
+    }
+}
+
+impl Gpt {
+    /// Logits [batch, sequence, vocabulary] of the token after each of `tokens` [batch, sequence].
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let [_, sequence] = tokens.dims();
+        let positions = Tensor::arange(0..sequence as i64, &tokens.device()).reshape([1, sequence]);
+        let mut x = self.tokens.forward(tokens) + self.positions.forward(positions);
+        for block in &self.blocks {
+            x = block.forward(x);
+        }
+        self.head.forward(self.norm.forward(x))
+    }
+
+    /// Mean cross entropy over all positions.
+    pub fn loss(&self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let logits = self.forward(inputs);
+        let [batch, sequence, vocabulary] = logits.dims();
+        let loss = CrossEntropyLossConfig::new().init(&logits.device());
+        loss.forward(logits.reshape([batch * sequence, vocabulary]), targets.reshape([batch * sequence]))
+    }
+}
+
+impl Block {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = x.clone() + self.attend(self.attention_norm.forward(x));
+        let hidden = activation::gelu(self.up.forward(self.perceptron_norm.forward(x.clone())));
+        x + self.down.forward(hidden)
+    }
+
+    fn attend(&self, x: Tensor<3>) -> Tensor<3> {
+        let [batch, sequence, width] = x.dims();
+        let joined = self.query_key_value.forward(x);
+        let [query, key, value] = [0, 1, 2].map(|part| {
+            let part = joined.clone().narrow(2, part * width, width);
+            part.reshape([batch, sequence, self.heads, width / self.heads]).swap_dims(1, 2)
+        });
+        let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
+        let mixed = attention(query, key, value, None, None, options);
+        self.project.forward(mixed.swap_dims(1, 2).reshape([batch, sequence, width]))
+    }
+}
+
+/// Bytes that one rank's forward keeps for backward, for `batch` sequences in float32. Weights are not counted: they
+/// are parameters or gathered units.
+pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
+    let tokens = (batch * config.sequence) as u64;
+    let vectors = tokens * config.width as u64;
+    let scores = tokens * (config.heads * config.sequence) as u64;
+    let logits = tokens * config.vocabulary as u64;
+    // A norm keeps its input centred, and once more divided by its deviation; its output is its consumer's input.
+    let norm = 2 * vectors;
+    let attention = norm
+        + vectors // input of `query_key_value`
+        + 3 * vectors // queries, keys and values
+        + 2 * scores // exponentials, and these divided by their sum
+        + scores.div_ceil(4) // the causal mask, one byte each
+        + vectors; // input of `project`
+    let perceptron = norm
+        + vectors // input of `up`
+        + 4 * vectors // input of the activation
+        + 4 * vectors; // input of `down`
+    let end = norm
+        + vectors // input of `head`
+        + logits // exponentials of the softmax
+        + 2 * logits; // where backward begins: the gradient of the logits, and what it is added up from
+    4 * (config.layers as u64 * (attention + perceptron) + end)
+}

@@ -1,0 +1,25 @@
+//! What the examples share: a small GPT, text, and ways to show a run.
+//!
+//! The examples themselves are `quickstart.rs` and `train.rs`; README.md tells in which order to read them.
+
+mod args;
+mod data;
+mod failure;
+mod gpt;
+mod plot;
+mod progress;
+mod random;
+mod report;
+mod sample;
+mod tables;
+
+pub use args::Args;
+pub use data::{Batch, Text};
+pub use failure::Failure;
+pub use gpt::{Gpt, GptConfig, activation_bytes};
+pub use plot::plot_losses;
+pub use progress::{Progress, StepNews};
+pub use random::Random;
+pub use report::{Measured, Predicted, ProcessMemory, RankRow, Report, WallTimes};
+pub use sample::Sampler;
+pub use tables::{memory_table, settings, time_table};

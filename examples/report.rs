@@ -1,0 +1,157 @@
+//! What a run has done, as data: printed as tables, and written as JSON.
+
+use std::path::Path;
+
+use fsdp_burn::{Config, EngineStats, MemoryEstimate};
+use serde::{Deserialize, Serialize};
+
+use crate::{Failure, GptConfig};
+
+/// A run. README.md describes the file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Every key of the configuration, by its name in the file.
+    pub config: serde_json::Value,
+    /// Sizes of the model.
+    pub model: GptConfig,
+    /// Parameters of the model.
+    pub num_parameters: usize,
+    /// The text.
+    pub data: String,
+    /// Seed of weights, batches and the sample.
+    pub seed: u64,
+    /// Tokens of all ranks in one optimizer step.
+    pub tokens_per_step: usize,
+    /// By step, the mean over all ranks.
+    pub losses: Vec<f64>,
+    /// Of all ranks, over all steps.
+    pub tokens_per_second: f64,
+    /// By rank.
+    pub ranks: Vec<RankRow>,
+    /// All ranks together, since they are threads of one process.
+    pub process: ProcessMemory,
+    /// Where the time went.
+    pub wall: WallTimes,
+    /// Generated text; bytes that are no UTF-8 are replaced.
+    pub sample: String,
+}
+
+/// One rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RankRow {
+    /// Its number.
+    pub rank: usize,
+    /// Parameters it stores between steps.
+    pub num_local_parameters: usize,
+    /// Memory, before the run.
+    pub predicted: Predicted,
+    /// Memory, in the run.
+    pub measured: Measured,
+    /// Bytes it sent to other ranks.
+    pub sent_bytes: u64,
+    /// Collectives it took part in.
+    pub num_collectives: u64,
+    /// Seconds of the training loop in which it computed.
+    pub computing_s: f64,
+    /// Seconds of the training loop in which it stood still for communication.
+    pub waiting_s: f64,
+}
+
+/// Predicted peak memory of a rank, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Predicted {
+    /// Parameters between their uses.
+    pub parameter_bytes: u64,
+    /// Gradients.
+    pub gradient_bytes: u64,
+    /// Gathered units, held at once.
+    pub gathered_bytes: u64,
+    /// Optimizer state.
+    pub optimizer_bytes: u64,
+    /// What forward keeps for backward.
+    pub activation_bytes: u64,
+}
+
+/// Measured peaks of a rank, in bytes; each on its own, not at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Parameters between their uses.
+    pub parameter_bytes: u64,
+    /// Gradients, before and after their reduction.
+    pub gradient_bytes: u64,
+    /// Gathered units. Ranks of one process share them.
+    pub gathered_bytes: u64,
+}
+
+/// Peak memory of the process, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessMemory {
+    /// States and activations of all ranks, and once the gathered units, which they share.
+    pub predicted_bytes: u64,
+    /// What the allocator counted during training, the text included; `None` where it does not count.
+    pub measured_bytes: Option<u64>,
+}
+
+/// Seconds of rank 0.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WallTimes {
+    /// From the start of the ranks to the sharded model.
+    pub setup_s: f64,
+    /// The training loop.
+    pub training_s: f64,
+    /// Generating text.
+    pub sampling_s: f64,
+}
+
+impl From<&MemoryEstimate> for Predicted {
+    fn from(estimate: &MemoryEstimate) -> Self {
+        Self {
+            parameter_bytes: estimate.parameter_bytes,
+            gradient_bytes: estimate.gradient_bytes,
+            gathered_bytes: estimate.gathered_bytes,
+            optimizer_bytes: estimate.optimizer_bytes,
+            activation_bytes: estimate.activation_bytes.unwrap_or(0),
+        }
+    }
+}
+
+impl From<&EngineStats> for Measured {
+    fn from(stats: &EngineStats) -> Self {
+        Self {
+            parameter_bytes: stats.peak_parameter_bytes as u64,
+            gradient_bytes: stats.peak_gradient_bytes as u64,
+            gathered_bytes: stats.peak_gathered_bytes as u64,
+        }
+    }
+}
+
+impl ProcessMemory {
+    /// From the predictions of all ranks and what the allocator counted.
+    pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>) -> Self {
+        let of_rank = |row: &RankRow| {
+            let Predicted { parameter_bytes, gradient_bytes, optimizer_bytes, activation_bytes, .. } = row.predicted;
+            parameter_bytes + gradient_bytes + optimizer_bytes + activation_bytes
+        };
+        let shared_bytes = ranks.iter().map(|row| row.predicted.gathered_bytes).max().unwrap_or(0);
+        Self { predicted_bytes: ranks.iter().map(of_rank).sum::<u64>() + shared_bytes, measured_bytes }
+    }
+}
+
+impl Report {
+    /// The configuration as the report holds it.
+    ///
+    /// # Panics
+    /// If a printed configuration is not TOML.
+    pub fn config_value(config: &Config) -> serde_json::Value {
+        toml::from_str(&config.to_toml()).expect("a printed configuration reads back")
+    }
+
+    /// Writes the report as JSON.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write(&self, file: &Path) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(self).map_err(|error| Failure::write(file, error))?;
+        std::fs::write(file, text + "\n").map_err(|error| Failure::write(file, error))
+    }
+}

@@ -1,0 +1,57 @@
+//! A run as text: settings, and tables with one row per rank.
+
+use fsdp_burn::{Config, human_bytes};
+
+use crate::{Measured, Predicted, RankRow};
+
+/// The configuration, every key with its value, without the explanations.
+pub fn settings(config: &Config) -> String {
+    let printed = config.to_toml();
+    let is_setting = |line: &&str| !line.is_empty() && !line.starts_with('#');
+    printed.lines().filter(is_setting).map(|line| format!("  {line}\n")).collect()
+}
+
+/// Predicted and measured memory.
+pub fn memory_table(ranks: &[RankRow]) -> String {
+    let header = ["rank", "", "parameters", "gradients", "gathered", "optimizer", "activations"];
+    let mut rows = vec![header.map(str::to_owned)];
+    for RankRow { rank, predicted, measured, .. } in ranks {
+        let Predicted { parameter_bytes, gradient_bytes, gathered_bytes, optimizer_bytes, activation_bytes } =
+            *predicted;
+        let [a, b, c, d, e] =
+            [parameter_bytes, gradient_bytes, gathered_bytes, optimizer_bytes, activation_bytes].map(human_bytes);
+        rows.push([rank.to_string(), "predicted".into(), a, b, c, d, e]);
+        let Measured { parameter_bytes, gradient_bytes, gathered_bytes } = *measured;
+        let [a, b, c] = [parameter_bytes, gradient_bytes, gathered_bytes].map(human_bytes);
+        rows.push([String::new(), "measured".into(), a, b, c, "-".into(), "-".into()]);
+    }
+    table(&rows)
+}
+
+/// Traffic and time.
+pub fn time_table(ranks: &[RankRow]) -> String {
+    let header = ["rank", "collectives", "sent", "computing", "waiting"];
+    let mut rows = vec![header.map(str::to_owned)];
+    for row in ranks {
+        let seconds = [row.computing_s, row.waiting_s].map(|seconds| format!("{seconds:.1} s"));
+        let [computing, waiting] = seconds;
+        rows.push([
+            row.rank.to_string(),
+            row.num_collectives.to_string(),
+            human_bytes(row.sent_bytes),
+            computing,
+            waiting,
+        ]);
+    }
+    table(&rows)
+}
+
+/// Columns as wide as their widest cell, numbers to the right.
+fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let widths: [usize; N] = std::array::from_fn(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0));
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
+        format!("  {}\n", cells.collect::<Vec<_>>().join("  "))
+    };
+    rows.iter().map(line).collect()
+}

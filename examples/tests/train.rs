@@ -1,0 +1,159 @@
+//! The trainer at tiny sizes: every stage, everything it writes, and what it refuses.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::*;
+
+/// Sizes that an unoptimised build trains in a second.
+const TINY: [&str; 17] = [
+    "train",
+    "--quiet",
+    "--steps=30",
+    "--layers=2",
+    "--width=16",
+    "--heads=2",
+    "--sequence=16",
+    "--batch=2",
+    "--sample=5",
+    "--lr=0.01",
+    "--vocabulary=260",
+    "--seed=3",
+    "--ranks=4",
+    "--temperature=0.5",
+    "--data",
+    concat!(env!("CARGO_MANIFEST_DIR"), "/gpt.rs"),
+    "--plot",
+];
+
+/// The random state of a device and the allocator's count belong to the process, so runs take turns.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn folder(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("fsdp-examples-{}-{name}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn args(plot: &Path, more: &[&str]) -> Args {
+    let plot = plot.to_str().unwrap();
+    Args::try_parse_from(TINY.into_iter().chain([plot]).chain(more.iter().copied())).unwrap()
+}
+
+fn refusal(more: &[&str]) -> String {
+    let refused = Args::try_parse_from(["train", "--quiet"].into_iter().chain(more.iter().copied())).unwrap();
+    let failure = run(&refused).map(|_| ()).unwrap_err();
+    assert_eq!(failure.exit_code(), ExitCode::from(2), "{failure}");
+    let text = failure.to_string();
+    assert_eq!(text.lines().count(), 1, "{text}");
+    text
+}
+
+fn config(name: &str) -> String {
+    format!("{}/configs/{name}.toml", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn the_four_configurations_give_the_same_losses_and_each_holds_less() {
+    let _turn = turn();
+    let folder = folder("stages");
+    let reports = ["ddp", "zero1", "zero2", "zero3"].map(|name| {
+        let plot = folder.join(format!("{name}.svg"));
+        let json = folder.join(format!("{name}.json"));
+        let report = run(&args(&plot, &["--config", &config(name), "--report", json.to_str().unwrap()])).unwrap();
+
+        let read: Report = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+        assert_eq!(read, report, "{name}: the file holds the report");
+        assert_eq!((report.losses.len(), report.ranks.len()), (30, 4), "{name}");
+        let (first, last) = (report.losses[0], report.losses[29]);
+        assert!((5.0..6.2).contains(&first), "{name}: about ln 260 at the start, got {first}");
+        assert!(last < 0.8 * first, "{name}: the loss went from {first} to {last}");
+        assert!(report.process.measured_bytes.unwrap() > report.ranks[0].predicted.parameter_bytes, "{name}");
+        for row in &report.ranks {
+            assert_eq!(row.measured.parameter_bytes, row.predicted.parameter_bytes, "{name}, rank {}", row.rank);
+            assert!(row.sent_bytes > 0 && row.computing_s > 0.0, "{name}, rank {}", row.rank);
+        }
+        let picture = fs::read_to_string(&plot).unwrap();
+        assert!(picture.starts_with("<svg") && picture.trim_end().ends_with("</svg>"), "{name}");
+        assert!(picture.matches("<polyline").count() >= 2, "{name}: two curves");
+        report
+    });
+    for (stage, report) in reports.iter().enumerate() {
+        assert_eq!(report.config["stage"], stage);
+        assert_eq!(report.losses, reports[0].losses, "stage {stage} differs from stage 0");
+        assert_eq!(report.sample, reports[0].sample, "stage {stage} differs from stage 0");
+    }
+    let states = reports.map(|report| {
+        let predicted = report.ranks[0].predicted;
+        predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
+    });
+    assert!(states.is_sorted_by(|before, after| before > after), "{states:?}");
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn gradient_accumulation_is_one_larger_batch() {
+    let _turn = turn();
+    let folder = folder("accumulation");
+    let file = folder.join("accumulate.toml");
+    fs::write(&file, "[training]\ngradient_accumulation = 2\n").unwrap();
+    let report = run(&args(&folder.join("a.svg"), &["--config", file.to_str().unwrap()])).unwrap();
+    assert_eq!((report.tokens_per_step, report.losses.len()), (4 * 2 * (2 * 16), 30));
+    assert!(report.losses[29] < 0.8 * report.losses[0], "{:?}", report.losses);
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn the_built_in_configuration_is_the_file() {
+    let built_in = args(Path::new("unused.svg"), &[]).resolve_config().unwrap();
+    assert_eq!(built_in, Config::load(config("zero3")).unwrap());
+}
+
+#[test]
+fn the_learning_rate_rises_and_falls_to_a_tenth() {
+    let args = Args::try_parse_from(["train", "--steps=100", "--lr=1"]).unwrap();
+    let rates: Vec<f64> = (0..100).map(|step| args.learning_rate(step)).collect();
+    assert!(rates[..5].is_sorted() && rates[4] == 1.0, "{rates:?}");
+    assert!(rates[5..].is_sorted_by(|before, after| before >= after), "{rates:?}");
+    assert!((0.1..0.11).contains(&rates[99]), "{}", rates[99]);
+}
+
+#[test]
+fn mistakes_are_told_in_one_line_before_the_run() {
+    let folder = folder("mistakes");
+    let short = folder.join("short.txt");
+    fs::write(&short, "too short").unwrap();
+    let typo = folder.join("typo.toml");
+    fs::write(&typo, "stgae = 3\n").unwrap();
+    let cases: [(&[&str], &str); 9] = [
+        (&["--data", "no-such-file.txt"], "cannot read the text no-such-file.txt: "),
+        (&["--data", short.to_str().unwrap(), "--sequence=9"], "has 9 bytes, and a sequence of 9 needs 10; pass"),
+        (&["--config", typo.to_str().unwrap()], "unknown key `stgae`; did you mean `stage`?"),
+        (&["--config", "no-such-file.toml"], "cannot read the configuration no-such-file.toml"),
+        (&["--heads=5"], "--heads: 5 heads do not divide a width of "),
+        (&["--vocabulary=255"], "--vocabulary: bytes need 256 tokens, and 255 are fewer"),
+        (&["--steps=0"], "--steps: it is 0, and must be at least 1"),
+        (&["--plot=a.png"], "--plot: the picture is an SVG"),
+        (&["--report=no-such-folder/a.json"], "--report: there is no folder no-such-folder"),
+    ];
+    for (options, expected) in cases {
+        let text = refusal(options);
+        assert!(text.contains(expected), "{options:?}: {text}");
+    }
+    assert!(refusal(&["--ranks=0"]).contains("`world_size` is 0"));
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_run_that_fails_names_the_rank_and_exits_with_1() {
+    let _turn = turn();
+    let mut diverging = args(&std::env::temp_dir().join("unused.svg"), &[]);
+    diverging.lr = 1e30;
+    let failure = run(&diverging).map(|_| ()).unwrap_err();
+    assert_eq!(failure.exit_code(), ExitCode::from(1));
+    assert!(failure.to_string().starts_with("rank "), "{failure}");
+}

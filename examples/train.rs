@@ -1,0 +1,213 @@
+//! Trains a byte-level GPT on four ranks, each a thread of this process, and shows what that took.
+//!
+//!     cargo run --release --example train
+//!     cargo run --release --example train -- --config examples/configs/zero1.toml --data my.txt --report run.json
+//!
+//! `train` below is what every rank runs: the loop of any Burn program, with `shard`, `backward` and `step` of
+//! fsdp-burn. The rest tells about it.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use burn::optim::AdamWConfig;
+use clap::Parser;
+use fsdp_burn::{Config, Error, OptimizerKind, Rank, ShardedModel, human_bytes, launch};
+use fsdp_examples::{
+    Args, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepNews, Text, WallTimes,
+    activation_bytes, memory_table, plot_losses, settings, time_table,
+};
+use peak_alloc::PeakAlloc;
+
+/// Counts what the process has allocated.
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            failure.exit_code()
+        }
+    }
+}
+
+/// What all ranks share.
+struct Job {
+    args: Args,
+    model: GptConfig,
+    text: Text,
+}
+
+/// What a rank returns.
+struct Outcome {
+    losses: Vec<f64>,
+    num_parameters: usize,
+    row: RankRow,
+    wall: WallTimes,
+    peak_bytes: u64,
+    sample: Vec<u8>,
+}
+
+/// One run: all ranks, then pictures and tables of it.
+fn run(args: &Args) -> Result<Report, Failure> {
+    let config = args.resolve_config()?;
+    let model = args.model()?;
+    let text = Text::load(args.data.as_deref(), args.sequence)?;
+    if !args.quiet {
+        println!("{}, {} ranks\n\n{}", config.stage, config.world_size, settings(&config));
+        println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
+    }
+    let job = Arc::new(Job { args: args.clone(), model, text });
+    let outcomes = {
+        let job = job.clone();
+        launch(&config, move |rank| train(&rank, &job))?
+    };
+    let report = report(&config, &job, &outcomes);
+    let plot = args.plot_path();
+    plot_losses(&report.losses, &format!("{} on {} ranks", config.stage, config.world_size), &plot)?;
+    if let Some(file) = &args.report {
+        report.write(file)?;
+    }
+    if !args.quiet {
+        print_results(&report, args);
+    }
+    Ok(report)
+}
+
+/// The program of every rank.
+fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
+    let Job { args, model: sizes, text } = job;
+    let started = Instant::now();
+    let device = rank.device();
+    if rank.is_main() {
+        // All ranks get rank 0's weights, so its random numbers are the ones that count.
+        device.seed(args.seed);
+    }
+    let mut model = rank.shard(sizes.init(&device))?;
+    let mut optimizer = rank.optimizer(AdamWConfig::new().with_weight_decay(0.01).init())?;
+    if rank.is_main() {
+        if !args.quiet {
+            print_plan(&model, rank, job);
+        }
+        ALLOCATOR.reset_peak_usage();
+    }
+    rank.barrier()?;
+    let setup_s = started.elapsed().as_secs_f64();
+
+    let progress = Progress::new(args.steps, args.quiet || !rank.is_main());
+    let micro_batches = rank.config().training.gradient_accumulation;
+    let mut losses = Vec::new();
+    let mut waited_for_losses = Duration::ZERO;
+    model.reset_stats();
+    rank.traffic().reset();
+    let started = Instant::now();
+    for step in 0..args.steps {
+        let mut sum = 0.0;
+        for micro_batch in step * micro_batches..(step + 1) * micro_batches {
+            let first_row = rank.rank() * args.batch;
+            let batch = text.batch(args.seed, micro_batch, first_row..first_row + args.batch, &device);
+            let loss = model.loss(batch.inputs, batch.targets);
+            sum += f64::from(loss.clone().into_scalar::<f32>());
+            let gradients = model.backward(loss)?;
+            optimizer.step(args.learning_rate(step), &mut model, gradients)?;
+        }
+        let asked = Instant::now();
+        losses.push(rank.mean(sum / micro_batches as f64)?);
+        waited_for_losses += asked.elapsed();
+
+        let elapsed_s = started.elapsed().as_secs_f64();
+        progress.step(StepNews {
+            step,
+            loss: losses[step],
+            tokens_per_second: (tokens_per_step(rank.config(), args) * (step + 1)) as f64 / elapsed_s,
+            waiting: (model.stats().exposed() + waited_for_losses).as_secs_f64() / elapsed_s,
+        });
+    }
+    let training_s = started.elapsed().as_secs_f64();
+    progress.finish();
+    rank.barrier()?;
+    let peak_bytes = ALLOCATOR.peak_usage() as u64;
+    let stats = model.stats();
+    let waiting_s = (stats.exposed() + waited_for_losses).as_secs_f64();
+    let traffic = rank.traffic().total();
+    let row = RankRow {
+        rank: rank.rank(),
+        num_local_parameters: model.num_local_params(),
+        predicted: (&model.memory_estimate(OptimizerKind::Adam, Some(activation_bytes(sizes, args.batch)))).into(),
+        measured: (&stats).into(),
+        sent_bytes: traffic.sent_bytes,
+        num_collectives: traffic.num_ops,
+        computing_s: training_s - waiting_s,
+        waiting_s,
+    };
+
+    let started = Instant::now();
+    let sampler = Sampler { num_bytes: args.sample, temperature: args.temperature, seed: args.seed };
+    let sample = sampler.continue_text(&model.valid(), text.prompt(args.seed), args.sequence, &device.inner());
+    let wall = WallTimes { setup_s, training_s, sampling_s: started.elapsed().as_secs_f64() };
+    Ok(Outcome { losses, num_parameters: model.num_params(), row, wall, peak_bytes, sample })
+}
+
+fn tokens_per_step(config: &Config, args: &Args) -> usize {
+    config.world_size * config.training.gradient_accumulation * args.batch * args.sequence
+}
+
+fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
+    let Outcome { losses, num_parameters, wall, peak_bytes, sample, .. } = &outcomes[0];
+    let tokens_per_step = tokens_per_step(config, &job.args);
+    let ranks: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
+    Report {
+        config: Report::config_value(config),
+        model: job.model.clone(),
+        num_parameters: *num_parameters,
+        data: job.text.origin().to_owned(),
+        seed: job.args.seed,
+        tokens_per_step,
+        losses: losses.clone(),
+        tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
+        process: ProcessMemory::new(&ranks, Some(*peak_bytes)),
+        ranks,
+        wall: *wall,
+        sample: String::from_utf8_lossy(sample).into_owned(),
+    }
+}
+
+/// What is known before the first step.
+fn print_plan(model: &ShardedModel<Gpt>, rank: &Rank, job: &Job) {
+    println!("Units, in elements; local is what rank 0 stores\n");
+    for line in model.summary().lines() {
+        println!("  {line}");
+    }
+    for warning in model.plan().warnings() {
+        println!("\nwarning: {warning}");
+    }
+    let activations = activation_bytes(&job.model, job.args.batch);
+    println!("\nMemory of rank 0, predicted\n");
+    for line in model.memory_estimate(OptimizerKind::Adam, Some(activations)).to_string().lines() {
+        println!("  {line}");
+    }
+    println!("\n{} steps of {} tokens\n", job.args.steps, tokens_per_step(rank.config(), &job.args));
+}
+
+fn print_results(report: &Report, args: &Args) {
+    let Report { losses, ranks, process, wall, .. } = report;
+    let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
+    println!("\nLoss {first:.4} to {last:.4} in {:.1} s, {:.0} tokens/s", wall.training_s, report.tokens_per_second);
+    println!("\nPeak memory by rank\n\n{}", memory_table(ranks));
+    let measured = process.measured_bytes.map_or("not counted".to_owned(), human_bytes);
+    println!("  all ranks   predicted {}   measured {measured}", human_bytes(process.predicted_bytes));
+    println!("\nCommunication by rank\n\n{}", time_table(ranks));
+    println!("Loss curve: {}", args.plot_path().display());
+    if let Some(file) = &args.report {
+        println!("Report: {}", file.display());
+    }
+    if args.sample > 0 {
+        println!("\nSample, {:.1} s for {} bytes\n\n{}", wall.sampling_s, args.sample, report.sample);
+    }
+}
+
+#[cfg(test)]
+#[path = "tests/train.rs"]
+mod tests;

@@ -9,8 +9,7 @@
 //! Two things follow. A consumer that is a view (a linear layer on three dimensions reshapes its weight) is held itself
 //! where the device does not checkpoint, and the weight under it; so [`Rank::device`](crate::Rank::device) does. And a
 //! checkpointed sum over the residual stream is computed again from its terms, biases of all blocks among them, which
-//! would gather all units at once; so parameters that are small beside their unit are held, as
-//! [`Plan::is_held`](fsdp_core::Plan::is_held) says.
+//! would gather all units at once; so vectors are held, as [`Plan::is_held`](fsdp_core::Plan::is_held) says.
 //!
 //! [Note: Order of backward steps]
 //! Burn executes backward by depth in the graph, deepest first, and a parameter is a leaf: an op that depends on

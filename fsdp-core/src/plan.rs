@@ -218,10 +218,10 @@ impl Plan {
         !self.stage.shards_parameters() || !param.is_split()
     }
 
-    /// Whether autodiff may hold the gathered parameter from forward to backward, because it is small beside its unit:
-    /// at most a fiftieth of it, as biases and norms are.
+    /// Whether autodiff holds the gathered parameter from forward to backward: vectors, such as biases and the scales of
+    /// norms, which are small beside the matrices of their unit.
     pub fn is_held(&self, param: &PlannedParam) -> bool {
-        param.layout.full_len() * 50 <= self.unit_len(param.unit)
+        param.layout.shape().len() <= 1
     }
 
     /// What the schedule must know of each unit.

@@ -2,7 +2,9 @@
 
 mod common;
 mod control_flow;
+mod failure;
 mod numbers;
+mod optimizers;
 mod parity;
 mod shapes;
 mod traffic;

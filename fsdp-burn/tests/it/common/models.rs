@@ -394,9 +394,8 @@ impl Trial for Masked {
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
         // From the second step on only the first rows of the bias have an effect.
         let used = if batch == 0 { 6 } else { 2 };
-        let mask =
-            Tensor::cat(vec![Tensor::<2>::ones([used, 7], device), Tensor::<2>::zeros([6 - used, 7], device)], 0);
-        let bias = (self.bias.val().neg() * mask).sum_dim(0);
+        let row = Tensor::<1, Int>::arange(0..6, device).reshape([6, 1]).repeat_dim(1, 7);
+        let bias = self.bias.val().neg().mask_fill(row.greater_equal_elem(used), 0.0).sum_dim(0);
         distance(self.output.forward(rows(batch + 1, samples.clone(), 7, device) + bias), batch, samples, device)
     }
 }

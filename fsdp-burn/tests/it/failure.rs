@@ -14,7 +14,7 @@ use burn::tensor::{Device, Tensor};
 use fsdp_burn::{CommError, Config, Error, Rank, Sharded, Stage, launch};
 
 use crate::common::models::{Mlp, Trial, rows};
-use crate::common::run::{BATCH, Optimizer, config, share, start};
+use crate::common::run::{BATCH, Optimizer, SEED, config, seeded, share, start};
 
 const TIMEOUT_S: f64 = 2.0;
 
@@ -265,7 +265,13 @@ fn tied_weights_are_refused_before_the_first_step() {
 #[test]
 fn a_model_with_adapters_is_refused_by_name() {
     let error = failure(config(Stage::Parameters, 2), |rank| {
-        rank.shard(pair(&rank.device()).apply_lora(Lora::new(2, 4.0))).map(|_| ())
+        let device = rank.device();
+        let adapted = {
+            // Adapters are initialised at once, on every rank.
+            let _turn = seeded(&device, SEED);
+            pair(&device).apply_lora(Lora::new(2, 4.0))
+        };
+        rank.shard(adapted).map(|_| ())
     });
     assert_contains(&error, &["`a.weight`", "reparameterization", "shard the plain model"]);
 }

@@ -1,5 +1,7 @@
 //! What goes wrong ends all ranks soon, with an error that names who, what and the remedy.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -16,7 +18,10 @@ use fsdp_burn::{CommError, Config, Error, Rank, Sharded, Stage, launch};
 use crate::common::models::{Mlp, Trial, rows};
 use crate::common::run::{BATCH, Optimizer, SEED, config, seeded, share, start};
 
-const TIMEOUT_S: f64 = 2.0;
+/// For tests that wait for the time limit. All others keep a long one, which nobody may have to wait for.
+fn impatient(stage: Stage, world_size: usize) -> Config {
+    Config { timeout_s: 2.0, ..config(stage, world_size) }
+}
 
 /// Far more than any of these needs, far less than forever.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -27,7 +32,7 @@ where
     F: Fn(Rank) -> Result<(), Error> + Send + Sync + 'static,
 {
     let start = Instant::now();
-    let error = launch(&Config { timeout_s: TIMEOUT_S, ..config }, program).unwrap_err();
+    let error = launch(&config, program).unwrap_err();
     assert!(start.elapsed() < LIMIT, "took {:?}: {error}", start.elapsed());
     error
 }
@@ -158,16 +163,18 @@ fn a_panic_in_backward_ends_all_with_the_name_of_the_rank() {
 
 #[test]
 fn a_rank_that_stops_taking_part_is_named() {
-    // It comes back after the others have given up, and ends with them.
-    let late = Duration::from_secs_f64(TIMEOUT_S * 1.5);
     for stage in [Stage::Ddp, Stage::Parameters] {
-        let error = failure(config(stage, 3), move |rank| {
-            two_steps(&rank, |at| {
-                if at == Place::BeforeBackward && rank.rank() == 1 {
-                    std::thread::sleep(late);
+        let given_up = Arc::new(AtomicBool::new(false));
+        let error = failure(impatient(stage, 3), move |rank| {
+            let result = two_steps(&rank, |at| {
+                // It comes back when the others have given up, and ends with them.
+                while at == Place::BeforeBackward && rank.rank() == 1 && !given_up.load(SeqCst) {
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 Ok(())
-            })
+            });
+            given_up.store(true, SeqCst);
+            result
         });
         let Error::RankFailed { source, .. } = &error else { panic!("{stage}: {error:?}") };
         let Error::Comm(CommError::Timeout { missing, .. }) = source.as_ref() else { panic!("{stage}: {error:?}") };
@@ -178,7 +185,7 @@ fn a_rank_that_stops_taking_part_is_named() {
 
 #[test]
 fn a_rank_that_never_comes_back_is_left_behind_and_named() {
-    let error = failure(config(Stage::Parameters, 2), |rank| {
+    let error = failure(impatient(Stage::Parameters, 2), |rank| {
         two_steps(&rank, |at| {
             if at == Place::BeforeForward && rank.rank() == 1 {
                 std::thread::sleep(LIMIT * 2);
@@ -313,7 +320,7 @@ fn settings_of_units_that_are_not_there_yet_are_refused_by_name() {
 #[test]
 fn a_model_is_left_usable_by_a_rank_program_that_ends_early_on_all_ranks() {
     // Forward without backward on every rank, and then nothing: nobody waits for anybody.
-    launch(&Config { timeout_s: TIMEOUT_S, ..config(Stage::Parameters, 3) }, |rank| {
+    launch(&config(Stage::Parameters, 3), |rank| {
         let model = start::<Mlp>(&rank)?;
         for _ in 0..2 {
             model.loss(0, 0..BATCH, &rank.device());

@@ -11,10 +11,11 @@
 //! agree whether anyone had one, since an optimizer does not touch a parameter without gradient. A rank without one
 //! contributes -0.0: it is the true neutral element of addition (x + -0.0 is x for every x, +0.0 included), and a sum
 //! is -0.0 only if every term is. So a block that is -0.0 throughout had no gradient anywhere, and telling so costs no
-//! message.
+//! message. A rank whose real gradient of a block is -0.0 throughout sends +0.0.
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -514,7 +515,7 @@ impl Engine {
         let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
         for (param, spec) in params {
             let full = match state.local[param].take() {
-                Some(gradient) => host::bytes_of(&gradient),
+                Some(gradient) => present_gradient(gradient, &spec.layout, self.dtypes[param]),
                 None => missing_gradient(spec.layout.full_len(), self.dtypes[param]),
             };
             bytes += full.len();
@@ -692,6 +693,21 @@ pub(crate) fn cut(full: &Bytes, layout: &ShardLayout, rank: usize, elem_bytes: u
             Bytes::from(block)
         }
     }
+}
+
+/// A real gradient that happens to be -0.0 throughout a block becomes +0.0, so that it does not look missing.
+/// See [Note: A missing gradient is minus zero].
+fn present_gradient(gradient: FlexTensor, layout: &ShardLayout, dtype: Dtype) -> Bytes {
+    let bytes = host::bytes_of(&gradient);
+    let elem_bytes = dtype.size_bytes();
+    let looks_missing =
+        |run: Range<usize>| is_missing(&bytes.slice(run.start * elem_bytes..run.end * elem_bytes), dtype);
+    let block_looks_missing = |rank| layout.shard_len(rank) > 0 && layout.runs(rank).all(looks_missing);
+    if (0..layout.num_shards()).any(block_looks_missing) {
+        drop(bytes);
+        return host::bytes_of(&Flex::float_add_scalar(gradient, 0.0.into()));
+    }
+    bytes
 }
 
 /// See [Note: A missing gradient is minus zero].

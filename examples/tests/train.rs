@@ -53,6 +53,10 @@ fn refusal(more: &[&str]) -> String {
     text
 }
 
+fn measured(report: &Report) -> Vec<fsdp_examples::Measured> {
+    report.ranks.iter().map(|row| row.measured).collect()
+}
+
 fn config(name: &str) -> String {
     format!("{}/configs/{name}.toml", env!("CARGO_MANIFEST_DIR"))
 }
@@ -67,7 +71,11 @@ fn the_four_configurations_give_the_same_losses_and_each_holds_less() {
         let report = run(&args(&plot, &["--config", &config(name), "--report", json.to_str().unwrap()])).unwrap();
 
         let read: Report = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
-        assert_eq!(read, report, "{name}: the file holds the report");
+        assert_eq!((&read.config, &read.model), (&report.config, &report.model), "{name}");
+        assert_eq!(measured(&read), measured(&report), "{name}");
+        // Reading JSON may be off in the last bit.
+        let is_equal = |(read, loss): (&f64, &f64)| (read - loss).abs() < 1e-12;
+        assert!(read.losses.iter().zip(&report.losses).all(is_equal), "{name}: {:?}", read.losses);
         assert_eq!((report.losses.len(), report.ranks.len()), (30, 4), "{name}");
         let (first, last) = (report.losses[0], report.losses[29]);
         assert!((5.0..6.2).contains(&first), "{name}: about ln 260 at the start, got {first}");

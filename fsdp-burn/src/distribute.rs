@@ -64,6 +64,12 @@ pub(crate) fn refresh<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engin
     model.map(&mut Refresher(Attacher { managed, engine, next: 0 }))
 }
 
+/// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
+pub(crate) fn let_go<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
+    let managed = managed(entries, engine.plan());
+    model.map(&mut Emptier { managed, next: 0 })
+}
+
 /// For each entry, its index among the plan's parameters.
 fn managed(entries: &[Entry], plan: &Plan) -> Vec<Option<usize>> {
     let mut next = 0;
@@ -227,6 +233,19 @@ impl Reparameterizer for Attacher<'_> {
         let (param, managed) = self.value(param);
         let site = managed.map(|param| GatherSite { engine: self.engine.clone(), param, usage: Use::Evaluate });
         (param, site.map(|site| GatherOnUse { site }))
+    }
+}
+
+struct Emptier {
+    managed: Vec<Option<usize>>,
+    next: usize,
+}
+
+impl ModuleMapper for Emptier {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let managed = self.managed[self.next];
+        self.next += 1;
+        if managed.is_some() { emptied(param) } else { param }
     }
 }
 

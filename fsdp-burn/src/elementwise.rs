@@ -25,11 +25,10 @@ pub(crate) fn check(
     optimizer: &ModuleOptimizer,
     type_name: &'static str,
     plan: &Plan,
-    entries: &[&Entry],
+    entries: &[Entry],
 ) -> Result<(), Error> {
-    let split = |(param, _): &(usize, &&Entry)| plan.params()[*param].is_split() && plan.params()[*param].trainable;
-    let (params, entries): (Vec<usize>, Vec<&Entry>) =
-        entries.iter().enumerate().filter(split).map(|(param, entry)| (param, *entry)).unzip();
+    let split = |(param, _): &(usize, &Entry)| plan.params()[*param].is_split() && plan.params()[*param].trainable;
+    let (params, entries): (Vec<usize>, Vec<&Entry>) = entries.iter().enumerate().filter(split).unzip();
     let whole = Trial { optimizer: optimizer.clone(), entries: &entries, block: None }.run();
     let blocks =
         [0, 1].map(|block| Trial { optimizer: optimizer.clone(), entries: &entries, block: Some(block) }.run());

@@ -24,8 +24,8 @@ use burn::backend::{Backend, Flex, TensorMetadata};
 use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
+    AbortCause, Accumulate, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
 };
 
 use crate::Error;
@@ -38,8 +38,7 @@ use crate::links::Links;
 pub(crate) struct Settings {
     pub(crate) depth: PrefetchDepth,
     pub(crate) reduction: GradientReduction,
-    /// Every backward reduces; otherwise only the last one before a step.
-    pub(crate) reduce_every_backward: bool,
+    pub(crate) accumulate: Accumulate,
     /// Backwards per optimizer step.
     pub(crate) accumulation: usize,
 }
@@ -76,6 +75,7 @@ pub(crate) struct Engine {
     /// Position on the shard axis.
     shard_index: usize,
     dtypes: Vec<Dtype>,
+    held: Vec<bool>,
     links: Links,
     settings: Settings,
     state: Mutex<State>,
@@ -146,7 +146,8 @@ impl Engine {
             backwards: 0,
             stats: EngineStats::default(),
         };
-        Self { plan, shard_index, dtypes, links, settings, state: Mutex::new(state), ladder: Mutex::new(None) }
+        let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
+        Self { plan, shard_index, dtypes, held, links, settings, state: Mutex::new(state), ladder: Mutex::new(None) }
     }
 
     pub(crate) fn plan(&self) -> &Plan {
@@ -167,6 +168,10 @@ impl Engine {
 
     pub(crate) fn accumulation(&self) -> usize {
         self.settings.accumulation
+    }
+
+    pub(crate) fn accumulate(&self) -> Accumulate {
+        self.settings.accumulate
     }
 
     pub(crate) fn prefetch(&self) -> PrefetchDepth {
@@ -220,6 +225,11 @@ impl Engine {
         if let Err(error) = self.try_capture(param, gradient) {
             self.fail(error);
         }
+    }
+
+    /// Whether autodiff holds the parameter between forward and backward. See [Note: Recompute, do not hold].
+    pub(crate) fn holds(&self, param: usize) -> bool {
+        self.held[param]
     }
 
     /// One more gradient is to come in backward.
@@ -417,7 +427,7 @@ impl Engine {
             state.schedule.set_reduce_order(order);
         }
         let last = state.backwards + 1 >= self.settings.accumulation;
-        state.schedule.begin_backward(self.settings.reduce_every_backward || last);
+        state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
         state.in_backward = true;
         state.entered = 0;
         state.last_entered = None;
@@ -461,7 +471,9 @@ impl Engine {
                 Action::Publish(unit) => {
                     let parts: Vec<_> = self
                         .split_trainable(unit)
-                        .map(|(param, _)| self.gather_part(param, state.stored[param].clone()))
+                        .map(|(param, spec)| {
+                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
+                        })
                         .collect();
                     if !parts.is_empty() {
                         let tag = self.tag(state, Phase::Optimizer, unit);
@@ -483,6 +495,16 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
+    fn to_publish(&self, param: usize, spec: &PlannedParam, stored: &Bytes) -> Bytes {
+        let elem_bytes = self.dtypes[param].size_bytes();
+        if stored.len() == spec.layout.full_len() * elem_bytes {
+            cut(stored, &spec.layout, self.shard_index, elem_bytes)
+        } else {
+            stored.clone()
+        }
     }
 
     fn start_reduce(&self, state: &mut State, unit: UnitIndex) {

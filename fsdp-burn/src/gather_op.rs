@@ -6,6 +6,11 @@
 //! device has. Its consumers then record "compute it again" in place of the gathered weight, so that after forward
 //! nothing gathered is alive, and backward gathers each unit once more when its first weight is asked for.
 //!
+//! Two things follow. A consumer that is a view (a linear layer on three dimensions reshapes its weight) is held itself
+//! where the device does not checkpoint, and the weight under it; so [`Rank::device`](crate::Rank::device) does. And a
+//! checkpointed sum over the residual stream is computed again from its terms, biases of all blocks among them, which
+//! would gather all units at once; so vectors are held, as [`Plan::is_held`](fsdp_core::Plan::is_held) says.
+//!
 //! [Note: Order of backward steps]
 //! Burn executes backward by depth in the graph, deepest first, and a parameter is a leaf: an op that depends on
 //! nothing else has depth 1 and would run after everything else. All full gradients would pile up until the end. So
@@ -32,9 +37,9 @@ use burn::tensor::{FloatDType, Shape, Tensor};
 
 use crate::engine::Engine;
 
-/// Levels of the backward graph between two rungs. More than the ops of any unit, so that a unit's gradients never
-/// have to wait for a unit in front of it; each level costs backward an empty list.
-const LEVELS_PER_RUNG: usize = 512;
+/// Levels of the backward graph between two rungs. More than the ops of a unit in sequence (a transformer block has
+/// about 50), or its gradients would be reduced later than they could; each level costs backward an empty list.
+const LEVELS_PER_RUNG: usize = 128;
 
 /// A tensor of the autodiff backend, whatever its checkpointing strategy.
 type Tracked<B> = FloatTensor<Autodiff<B, NoCheckpointing>>;
@@ -99,12 +104,13 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
         let rung = site.engine.with_ladder(|ladder: &mut Ladder<B>, index| {
             ladder.rung(index, || B::float_empty(Shape::from(vec![0]), &stored.device(), FloatDType::F32))
         });
-        let again = GatherAgain::<B> { stored: stored.id(), site: site.with(Use::Backward), backend: PhantomData };
-        let op = Gather
-            .prepare::<BalancedCheckpointing>([stored.node(), rung.node()])
-            .memory_bound()
-            .retro_forward(again)
-            .parents([&stored]);
+        let op = Gather.prepare::<BalancedCheckpointing>([stored.node(), rung.node()]);
+        let op = if site.engine.holds(site.param) {
+            op.compute_bound()
+        } else {
+            let again = GatherAgain::<B> { stored: stored.id(), site: site.with(Use::Backward), backend: PhantomData };
+            op.memory_bound().retro_forward(again).parents([&stored])
+        };
         match op.stateful() {
             OpsKind::Tracked(op) => {
                 site.engine.expect_gradient(site.param);

@@ -4,14 +4,14 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{Gradients, Tensor, TensorData};
+use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
     Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PrefetchDepth, Reduce, ReducePart,
     ShardLayout,
 };
 
-use crate::distribute::{attach, distribute, refresh};
+use crate::distribute::{attach, distribute, let_go, refresh};
 use crate::engine::{Engine, EngineStats, Settings};
 use crate::links::Links;
 use crate::survey::{Entry, survey};
@@ -64,6 +64,12 @@ impl<M: Module + Sharded> ShardedModel<M> {
         for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
             tracing::warn!("{warning}");
         }
+        if rank.is_main() && config.stage.shards_parameters() && !checkpoints(&module) {
+            tracing::warn!(
+                "the model is on a device without gradient checkpointing, so layers that use a view of a weight keep it \
+                 gathered until backward; build it on `rank.device()`"
+            );
+        }
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let (module, distributed) = distribute(module, &entries, &plan, links.control.as_ref(), shard_index)?;
@@ -71,7 +77,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let settings = Settings {
             depth: PrefetchDepth::from(&config.prefetch),
             reduction: training.gradient_reduction,
-            reduce_every_backward: training.accumulate == fsdp_core::Accumulate::Reduced,
+            accumulate: training.accumulate,
             accumulation: training.gradient_accumulation,
         };
         let engine = Arc::new(Engine::new(plan, shard_index, distributed.dtypes, links, settings));
@@ -182,17 +188,23 @@ impl<M: Module> ShardedModel<M> {
         Ok(())
     }
 
-    /// Memory that this rank will need at its peak, in bytes. Activations are what forward keeps for backward: the model
-    /// and the batch decide, so the caller says, or `None`.
+    /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike.
+    ///
+    /// `activation_bytes` is what one rank's forward keeps for backward, which the model and the batch decide, in bytes;
+    /// `None` leaves it out.
     pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
         let plan = self.plan();
-        let lens = || (0..plan.units().len()).map(|unit| plan.unit_len(unit) as u64);
-        let kept = lens().zip(plan.units()).filter(|(_, unit)| unit.keep).map(|(len, _)| len).sum();
+        let lens = |keep| {
+            let unit_len = |unit| plan.unit_len(unit) as u64;
+            (0..plan.units().len()).filter(move |&unit| plan.units()[unit].keep == keep).map(unit_len)
+        };
         let model = MemoryModel {
             stage: plan.stage(),
             optimizer,
-            largest_unit_len: lens().max().unwrap_or(0),
-            kept_len: kept,
+            accumulate: self.engine.accumulate(),
+            largest_unit_len: lens(false).max().unwrap_or(0),
+            kept_len: lens(true).sum(),
+            ranks_per_process: plan.mesh().world_size() as u64,
             prefetch: self.engine.prefetch().max() as u64,
             activation_bytes,
             ..MemoryModel::new(plan.num_params() as u64)
@@ -215,17 +227,26 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The entries of the plan's parameters, in plan order.
-    pub(crate) fn planned_entries(&self) -> Vec<&Entry> {
+    pub(crate) fn planned_entries(&self) -> Vec<Entry> {
         let plan = self.plan();
         let planned = |entry: &&Entry| entry.is_param && !plan.ignored().contains(&entry.path());
-        self.entries.iter().filter(planned).collect()
+        self.entries.iter().filter(planned).cloned().collect()
     }
 
-    /// Puts the engine's parameters into the model, after a step.
-    pub(crate) fn refresh(&mut self) {
-        // A module is mapped by value; the clone shares all tensors and is dropped right away.
+    /// Runs an optimizer step while the model holds no parameters, and gives it the engine's afterwards.
+    pub(crate) fn while_let_go<T>(&mut self, step: impl FnOnce() -> T) -> T {
+        // A module is mapped by value; the clones share all tensors and are dropped right away.
+        self.module = let_go(self.module.clone(), &self.entries, &self.engine);
+        let result = step();
         self.module = refresh(self.module.clone(), &self.entries, &self.engine);
+        result
     }
+}
+
+/// Whether the model's device checkpoints. See [Note: Recompute, do not hold].
+fn checkpoints<M: Module>(module: &M) -> bool {
+    let balanced = Some(GradientCheckpointingStrategy::Balanced);
+    module.devices().iter().all(|device| device.gradient_checkpointing_strategy() == balanced)
 }
 
 /// Refuses what this version cannot do, before anything is sent.

@@ -128,17 +128,19 @@ impl ShardedOptimizer {
                 }
             }
         }
-        for action in engine.step_actions() {
-            match action {
-                Action::Step(unit) => {
-                    let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
-                    self.step_unit(&lr, &engine, &entries, &params, factor);
+        model.while_let_go(|| {
+            for action in engine.step_actions() {
+                match action {
+                    Action::Step(unit) => {
+                        let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
+                        self.step_unit(&lr, &engine, &entries, &params, factor);
+                    }
+                    other => engine.execute(other)?,
                 }
-                other => engine.execute(other)?,
             }
-        }
+            Ok::<(), Error>(())
+        })?;
         engine.end_step();
-        model.refresh();
         Ok(StepOutcome::Stepped { gradient_norm })
     }
 
@@ -147,7 +149,7 @@ impl ShardedOptimizer {
         &mut self,
         lr: &ModuleLearningRate,
         engine: &Engine,
-        entries: &[&Entry],
+        entries: &[Entry],
         params: &[usize],
         factor: f64,
     ) {
@@ -156,7 +158,7 @@ impl ShardedOptimizer {
         let mut gradients = GradientsParams::new();
         for &param in params {
             let Some(gradient) = engine.take_reduced(param) else { continue };
-            let (entry, shape, dtype) = (entries[param], engine.block_shape(param), engine.dtype(param));
+            let (entry, shape, dtype) = (&entries[param], engine.block_shape(param), engine.dtype(param));
             let block = BlockTensor { bytes: engine.block(param), shape: &shape, dtype, factor: 1.0 };
             let gradient = BlockTensor { bytes: gradient, shape: &shape, dtype, factor };
             module.blocks.push(Block { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });

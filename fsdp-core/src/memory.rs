@@ -73,8 +73,8 @@ impl ComputePrecision {
 /// assert_eq!(states, ["104.3 GiB", "58.7 GiB", "35.9 GiB", "13.0 GiB"]);
 /// ```
 ///
-/// Left out, because it depends on the run: the full gradient of the unit whose reduction is on its way, buffers of a
-/// communicator, temporaries of kernels, and what the allocator rounds up. Activations come in as a number.
+/// Left out, because it depends on the run: buffers of a communicator between hosts, temporaries of the optimizer (a few
+/// times one block), and what the allocator rounds up. Activations come in as a number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryModel {
     /// Parameters of the whole model.
@@ -89,13 +89,16 @@ pub struct MemoryModel {
     pub precision: ComputePrecision,
     /// Whether full gradients are held until the step, whatever the stage says.
     pub accumulate: Accumulate,
-    /// Parameters of the largest unit. Matters at stage 3 only.
+    /// Parameters of the largest unit that does not stay gathered.
     pub largest_unit_len: u64,
+    /// Ranks that are threads of one process. They share what all of them hold alike: gathered units, whole parameters
+    /// after a step of stages 1 and 2, reduced gradients of stage 0. The estimate is one rank's part of the process.
+    pub ranks_per_process: u64,
     /// Parameters of the units that stay gathered from forward to backward. Matters at stage 3 only.
     pub kept_len: u64,
     /// Units gathered ahead of the one that computes: the larger of forward and backward. Matters at stage 3 only.
     pub prefetch: u64,
-    /// What forward keeps for backward, in bytes per rank, where it is known.
+    /// What forward keeps for backward, with the temporaries of the loss, in bytes per rank, where it is known.
     pub activation_bytes: Option<u64>,
 }
 
@@ -110,6 +113,7 @@ impl MemoryModel {
             precision: ComputePrecision::default(),
             accumulate: Accumulate::default(),
             largest_unit_len: 0,
+            ranks_per_process: 1,
             kept_len: 0,
             prefetch: 0,
             activation_bytes: None,
@@ -144,22 +148,37 @@ impl MemoryModel {
     }
 
     fn estimate(&self, full_len: u64, shard_len: u64) -> MemoryEstimate {
-        let held = |is_sharded| if is_sharded { shard_len } else { full_len };
         let element_bytes = self.precision.element_bytes();
         let optimizer_bytes = 4 * self.optimizer.state_elements_per_parameter() + self.precision.master_bytes();
-        let shards_gradients = self.stage.shards_gradients() && self.accumulate == Accumulate::Reduced;
+        let shared = |len: u64| len.div_ceil(self.ranks_per_process.max(1));
+        let parameter_len = match self.stage {
+            Stage::Ddp => full_len,
+            Stage::OptimizerState | Stage::Gradients => shared(full_len),
+            Stage::Parameters => shard_len,
+        };
+        let gradient_len = match self.stage {
+            _ if self.accumulate == Accumulate::Local => full_len,
+            Stage::Ddp => shared(full_len),
+            Stage::OptimizerState => full_len,
+            Stage::Gradients | Stage::Parameters => shard_len,
+        };
         let gathered_len = if self.stage.shards_parameters() {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
-            window_len.saturating_add(self.kept_len).min(full_len)
+            shared(window_len.saturating_add(self.kept_len).min(full_len))
         } else {
             0
         };
+        let in_flight_len = match self.stage {
+            Stage::OptimizerState => 0,
+            _ => self.largest_unit_len.saturating_mul(2).min(full_len),
+        };
         MemoryEstimate {
-            parameter_bytes: element_bytes * held(self.stage.shards_parameters()),
-            gradient_bytes: element_bytes * held(shards_gradients),
-            optimizer_bytes: optimizer_bytes * held(self.stage.shards_optimizer()),
+            parameter_bytes: element_bytes * parameter_len,
+            gradient_bytes: element_bytes * gradient_len,
+            optimizer_bytes: optimizer_bytes * if self.stage.shards_optimizer() { shard_len } else { full_len },
             gathered_bytes: element_bytes * gathered_len,
+            in_flight_bytes: element_bytes * in_flight_len,
             activation_bytes: self.activation_bytes,
         }
     }
@@ -176,6 +195,8 @@ pub struct MemoryEstimate {
     pub optimizer_bytes: u64,
     /// Units that are gathered at once, at most.
     pub gathered_bytes: u64,
+    /// Whole gradients of the unit that backward works on, and of the one that is being reduced.
+    pub in_flight_bytes: u64,
     /// Activations, where they are known.
     pub activation_bytes: Option<u64>,
 }
@@ -186,13 +207,18 @@ impl MemoryEstimate {
         self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
     }
 
-    /// States, gathered units and activations, or `None` where activations are not known.
-    pub fn total_bytes(&self) -> Option<u64> {
-        self.activation_bytes.map(|activations| self.state_bytes() + self.gathered_bytes + activations)
+    /// The most that is held at once, or `None` where activations are not known.
+    ///
+    /// Not the sum of all parts: activations are complete when backward begins, gradients when it ends. One grows as the
+    /// other shrinks, so the peak is at one of the two ends.
+    pub fn peak_bytes(&self) -> Option<u64> {
+        let always = self.parameter_bytes + self.optimizer_bytes + self.gathered_bytes;
+        let end = self.gradient_bytes + self.in_flight_bytes;
+        self.activation_bytes.map(|begin| always + begin.max(end))
     }
 }
 
-/// One line for each part, and the sum; activations that are not known are said to be left out.
+/// One line for each part, and the peak; activations that are not known are said to be left out.
 impl fmt::Display for MemoryEstimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
@@ -200,18 +226,19 @@ impl fmt::Display for MemoryEstimate {
             ("gradients", self.gradient_bytes),
             ("optimizer state", self.optimizer_bytes),
             ("gathered units", self.gathered_bytes),
+            ("being reduced", self.in_flight_bytes),
         ];
         for (name, bytes) in parts {
             writeln!(f, "{name:<15} {:>10}", human_bytes(bytes))?;
         }
-        match self.activation_bytes.zip(self.total_bytes()) {
-            Some((activations, total)) => {
+        match self.activation_bytes.zip(self.peak_bytes()) {
+            Some((activations, peak)) => {
                 writeln!(f, "{:<15} {:>10}", "activations", human_bytes(activations))?;
-                write!(f, "{:<15} {:>10}", "total", human_bytes(total))
+                write!(f, "{:<15} {:>10}", "peak", human_bytes(peak))
             }
             None => {
-                let without = human_bytes(self.state_bytes() + self.gathered_bytes);
-                write!(f, "{:<15} {without:>10}  (activations not included)", "total")
+                let without = human_bytes(self.state_bytes() + self.gathered_bytes + self.in_flight_bytes);
+                write!(f, "{:<15} {without:>10}  (activations not included)", "peak")
             }
         }
     }
@@ -321,12 +348,36 @@ mod tests {
         assert_eq!(
             model.average().to_string(),
             "parameters         8.0 KiB\ngradients          8.0 KiB\noptimizer state   16.0 KiB\n\
-             gathered units     4.0 KiB\ntotal             36.0 KiB  (activations not included)"
+             gathered units     4.0 KiB\nbeing reduced      8.0 KiB\n\
+             peak              44.0 KiB  (activations not included)"
         );
-        assert_eq!(model.average().total_bytes(), None);
-        let known = MemoryModel { activation_bytes: Some(512), ..model };
-        assert_eq!(known.average().total_bytes(), Some(36 * 1024 + 512));
-        assert!(known.average().to_string().ends_with("activations          512 B\ntotal             36.5 KiB"));
+        assert_eq!(model.average().peak_bytes(), None);
+        let known = MemoryModel { activation_bytes: Some(17 * 1024), ..model };
+        assert!(known.average().to_string().ends_with("activations       17.0 KiB\npeak              45.0 KiB"));
+    }
+
+    #[test]
+    fn the_peak_is_where_backward_begins_or_where_it_ends() {
+        let model = MemoryModel { num_shards: 2, largest_unit_len: 100, ..MemoryModel::new(1000) };
+        let peak =
+            |activations| MemoryModel { activation_bytes: Some(activations), ..model.clone() }.average().peak_bytes();
+        // Parameters 2000, optimizer 4000, gathered 400; at the end gradients 2000 and 800 in flight.
+        assert_eq!(peak(0), Some(9200));
+        assert_eq!(peak(2800), Some(9200));
+        assert_eq!(peak(5000), Some(11400));
+    }
+
+    #[test]
+    fn ranks_of_one_process_share_what_they_hold_alike() {
+        let of = |stage| {
+            let model =
+                MemoryModel { stage, num_shards: 4, ranks_per_process: 4, largest_unit_len: 8, ..MemoryModel::new(80) };
+            bytes(&model)
+        };
+        assert_eq!(of(Stage::Ddp), [320, 80, 640, 0]);
+        assert_eq!(of(Stage::OptimizerState), [80, 320, 160, 0]);
+        assert_eq!(of(Stage::Gradients), [80, 80, 160, 0]);
+        assert_eq!(of(Stage::Parameters), [80, 80, 160, 8]);
     }
 
     #[test]

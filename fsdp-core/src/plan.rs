@@ -218,6 +218,12 @@ impl Plan {
         !self.stage.shards_parameters() || !param.is_split()
     }
 
+    /// Whether autodiff holds the gathered parameter from forward to backward: vectors, such as biases and the scales of
+    /// norms, which are small beside the matrices of their unit.
+    pub fn is_held(&self, param: &PlannedParam) -> bool {
+        param.layout.shape().len() <= 1
+    }
+
     /// What the schedule must know of each unit.
     pub fn unit_traits(&self) -> Vec<UnitTraits> {
         let traits = |index: UnitIndex| UnitTraits {

@@ -297,6 +297,8 @@ impl Schedule {
         }
         self.recording.clear();
         self.next_reduce = 0;
+        // What an earlier backward left unreduced is not complete before this one has added to it.
+        self.units.iter_mut().for_each(|unit| unit.gradients_ready = false);
         self.current = None;
         self.pass = Pass::Backward { cursor: 0 };
     }

@@ -1,4 +1,8 @@
 //! One binary for all integration tests, since each one links Burn.
 
 mod common;
+mod control_flow;
+mod numbers;
 mod parity;
+mod shapes;
+mod traffic;

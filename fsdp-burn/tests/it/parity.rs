@@ -1,19 +1,90 @@
-//! Sharded training gives what plain training gives.
+//! Sharded training gives what plain training on one device gives, and every stage gives the same bits.
 
-use fsdp_burn::{Config, Stage};
+use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig};
 
-use crate::common::models::Mlp;
-use crate::common::run::{Optimizer, assert_parity, plain, sharded};
+use crate::common::models::{ConvNet, Gpt, Mlp, Trial};
+use crate::common::run::{Optimizer, STEPS, Tolerance, assert_parity, config, plain, plain_for, sharded, sharded_for};
+
+const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
+
+/// More than any trial has units.
+const FAR_AHEAD: usize = 20;
+
+/// Stage 0 against the oracle, and all other stages and prefetch depths against stage 0.
+pub(crate) fn assert_all_stages<M: Trial>(training: &TrainingConfig, optimizer: Optimizer, world_sizes: &[usize]) {
+    let with = |stage, world_size, depth| Config {
+        training: training.clone(),
+        prefetch: PrefetchConfig { forward: depth, backward: depth },
+        ..config(stage, world_size)
+    };
+    let oracle = plain::<M>(&with(Stage::Ddp, 1, 1), optimizer);
+    for &world_size in world_sizes {
+        let ddp = sharded::<M>(&with(Stage::Ddp, world_size, 1), optimizer);
+        assert_parity(&format!("stage 0 on {world_size}, {optimizer:?}"), &oracle, &ddp, optimizer.tolerance());
+        let whole = [Stage::OptimizerState, Stage::Gradients].map(|stage| (stage, 1));
+        for (stage, depth) in whole.into_iter().chain([0, 1, 2, FAR_AHEAD].map(|depth| (Stage::Parameters, depth))) {
+            let got = sharded::<M>(&with(stage, world_size, depth), optimizer);
+            let what = format!("{stage} against 0 on {world_size}, prefetch {depth}, {optimizer:?}");
+            assert_parity(&what, &ddp, &got, Tolerance::EXACT);
+        }
+    }
+}
+
+fn assert_all<M: Trial>() {
+    for optimizer in Optimizer::ALL {
+        assert_all_stages::<M>(&TrainingConfig::default(), optimizer, &WORLD_SIZES);
+    }
+}
 
 #[test]
-fn smoke() {
-    for optimizer in [Optimizer::Sgd, Optimizer::AdamW] {
-        let expected = plain::<Mlp>(optimizer);
+fn an_mlp_trains_as_on_one_device_and_every_stage_and_prefetch_depth_gives_the_same_bits() {
+    assert_all::<Mlp>();
+}
+
+#[test]
+fn a_convolution_net_trains_as_on_one_device_and_every_stage_and_prefetch_depth_gives_the_same_bits() {
+    assert_all::<ConvNet>();
+}
+
+#[test]
+fn a_gpt_trains_as_on_one_device_and_every_stage_and_prefetch_depth_gives_the_same_bits() {
+    assert_all::<Gpt>();
+}
+
+#[test]
+fn clipping_uses_one_global_norm_at_every_stage_and_world_size() {
+    let training = TrainingConfig { gradient_clip_norm: Some(0.1), ..TrainingConfig::default() };
+    assert_all_stages::<Mlp>(&training, Optimizer::Sgd, &WORLD_SIZES);
+    assert_all_stages::<Gpt>(&training, Optimizer::AdamW, &[2, 3]);
+    let norms = sharded::<Mlp>(&Config { training, ..config(Stage::Parameters, 3) }, Optimizer::Sgd).norms;
+    assert_eq!(norms.len(), STEPS);
+    assert!(norms.iter().all(|&norm| norm > 0.1), "the norm before clipping is reported: {norms:?}");
+}
+
+#[test]
+fn micro_batches_train_as_one_batch_at_every_stage_in_both_modes() {
+    for &accumulate in Accumulate::ALL {
+        for gradient_accumulation in [1, 2, 5] {
+            let training = TrainingConfig { gradient_accumulation, accumulate, ..TrainingConfig::default() };
+            assert_all_stages::<Mlp>(&training, Optimizer::Sgd, &[1, 3]);
+            assert_all_stages::<Gpt>(&training, Optimizer::AdamW, &[2]);
+            let training = TrainingConfig { gradient_clip_norm: Some(0.1), ..training };
+            assert_all_stages::<Mlp>(&training, Optimizer::Sgd, &[2]);
+        }
+    }
+}
+
+#[test]
+fn an_incomplete_last_window_is_the_mean_over_the_micro_batches_that_were_there() {
+    for &accumulate in Accumulate::ALL {
         for stage in Stage::ALL {
-            for world_size in [1, 2, 3, 5] {
-                let config = Config { stage, world_size, timeout_s: 20.0, ..Config::default() };
-                let got = sharded::<Mlp>(&config, optimizer);
-                assert_parity(&format!("{stage} on {world_size}"), &expected, &got, 1e-5, 1e-4);
+            let training = TrainingConfig { gradient_accumulation: 3, accumulate, ..TrainingConfig::default() };
+            let config = Config { training, ..config(stage, 3) };
+            for num_batches in [4, 5, 6] {
+                let expected = plain_for::<Mlp>(&config, Optimizer::Sgd, num_batches);
+                let got = sharded_for::<Mlp>(&config, Optimizer::Sgd, num_batches);
+                let what = format!("{stage}, {accumulate}, {num_batches} micro-batches");
+                assert_parity(&what, &expected, &got, Optimizer::Sgd.tolerance());
             }
         }
     }

@@ -193,7 +193,9 @@ impl LocalRank {
         match &state.first {
             None => {
                 if shared {
-                    state.output = Some(Arc::new(SharedTensors::whole(&world.pool, world_size, call.tensors())));
+                    // A gathered unit lives briefly, and the next one takes its place. Gradients live until the step.
+                    let pool = (call.kind == OpKind::AllGather).then_some(&world.pool);
+                    state.output = Some(Arc::new(SharedTensors::whole(pool, world_size, call.tensors())));
                 }
                 state.first = Some((world_rank, call));
             }
@@ -220,7 +222,7 @@ impl LocalRank {
         let visit = self.arrive(call, parts.iter().map(|part| part.full.clone()).collect(), shared)?;
         let inputs = visit.wait_for_inputs()?;
         let output = match block {
-            Some(tensors) => Arc::new(SharedTensors::block(&self.domain.world.pool, self.rank, tensors)),
+            Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
             None => visit.output(),
         };
         output.fill(self.rank, |part, elements, target| {
@@ -309,7 +311,7 @@ impl Communicator for LocalRank {
         let call = Call { root: Some(self.domain.ranks[root]), parts, ..Call::new(OpKind::Scatter, tag) };
         let visit = self.arrive(call, full.into_iter().collect(), false)?;
         let full = visit.wait_for_inputs()?[root][0].clone();
-        let block = Arc::new(SharedTensors::block(&self.domain.world.pool, self.rank, [(layout.clone(), elem_bytes)]));
+        let block = Arc::new(SharedTensors::block(self.rank, [(layout.clone(), elem_bytes)]));
         block.fill(self.rank, |_, elements, target| {
             target.write_copy_of_slice(&full[elements.start * elem_bytes..elements.end * elem_bytes])
         });

@@ -1,4 +1,4 @@
-//! Reuse of large buffers from step to step.
+//! Reuse of the large buffers of gathers from step to step.
 //!
 //! A fresh large allocation costs a page fault for every 4 KiB, more than the copy into it. A training step needs
 //! the same sizes again and again, so a freed buffer waits for the next request of its size. Kept and live buffers
@@ -30,7 +30,7 @@ struct State {
     peak_bytes: usize,
 }
 
-/// Uninitialised memory of a size, aligned to [`ALIGN`], that returns to its pool.
+/// Uninitialised memory of a size, aligned to [`ALIGN`], that returns to its pool if it has one.
 #[derive(Debug)]
 pub(crate) struct Block {
     /// Taken when the block is dropped; `None` for a block without bytes.
@@ -41,14 +41,11 @@ pub(crate) struct Block {
 impl Pool {
     /// A block of `size_bytes`, with whatever its last user left in it.
     pub(crate) fn take(self: &Arc<Self>, size_bytes: usize) -> Block {
-        let memory = if size_bytes == 0 {
-            None
-        } else if size_bytes < MIN_POOLED_BYTES {
-            Some(Memory::new(size_bytes))
-        } else {
-            Some(self.reuse(size_bytes).unwrap_or_else(|| Memory::new(size_bytes)))
-        };
-        Block { memory, home: Arc::downgrade(self) }
+        if size_bytes < MIN_POOLED_BYTES {
+            return Block::new(size_bytes);
+        }
+        let memory = self.reuse(size_bytes).unwrap_or_else(|| Memory::new(size_bytes));
+        Block { memory: Some(memory), home: Arc::downgrade(self) }
     }
 
     fn reuse(&self, size_bytes: usize) -> Option<Memory> {
@@ -78,17 +75,23 @@ impl Pool {
 }
 
 impl Block {
-    /// The first byte, aligned to [`ALIGN`]; dangling for a block without bytes.
+    /// A block without a pool.
+    pub(crate) fn new(size_bytes: usize) -> Self {
+        Self { memory: (size_bytes > 0).then(|| Memory::new(size_bytes)), home: Weak::new() }
+    }
+
+    /// The first byte, aligned to [`ALIGN`], also where there are none.
     pub(crate) fn start(&self) -> NonNull<u8> {
-        self.memory.as_ref().map_or(NonNull::dangling(), |memory| memory.start)
+        #[repr(align(64))]
+        struct CacheLine;
+        self.memory.as_ref().map_or(NonNull::<CacheLine>::dangling().cast(), |memory| memory.start)
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let memory = self.memory.take().filter(|memory| memory.layout.size() >= MIN_POOLED_BYTES);
-        if let (Some(memory), Some(pool)) = (memory, self.home.upgrade()) {
-            pool.give_back(memory);
+        if let Some(pool) = self.home.upgrade() {
+            self.memory.take().into_iter().for_each(|memory| pool.give_back(memory));
         }
     }
 }

@@ -1,4 +1,7 @@
-//! One allocation that several ranks fill at once, each its own blocks, without a lock.
+//! Tensors that several ranks fill at once, each its own blocks, without a lock.
+//!
+//! Each tensor is an allocation of its own, though they travel together: whoever keeps a view of a small one, such as
+//! an op that remembers a bias for backward, does not keep the large ones beside it.
 //!
 //! Invariants, on which every `unsafe` here rests:
 //! 1. the runs of different ranks of one [`ShardLayout`] are disjoint, and together cover the tensor once (tested there);
@@ -12,16 +15,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
-use super::pool::{ALIGN, Block, Pool};
+use super::pool::{Block, Pool};
 use crate::ShardLayout;
 
 /// Largest piece that is filled at once: it stays in the first-level cache while the ranks' values are added.
 pub(crate) const PIECE_BYTES: usize = 8 * 1024;
 
-/// Tensors side by side in one allocation, written by all ranks, then read by all.
+/// The tensors of one operation, written by all ranks, then read by all.
 #[derive(Debug)]
 pub(crate) struct SharedTensors {
-    memory: Block,
     tensors: Vec<Tensor>,
     /// `None` for whole tensors, which all ranks fill; else the one rank whose blocks these are.
     owner: Option<usize>,
@@ -35,14 +37,15 @@ pub(crate) struct SharedTensors {
 struct Tensor {
     layout: ShardLayout,
     elem_bytes: usize,
-    bytes: Range<usize>,
+    memory: Arc<Block>,
+    len_bytes: usize,
 }
 
 impl SharedTensors {
     /// Allocates whole tensors, which `num_ranks` ranks fill. Each is given by its layout, of `num_ranks` blocks, and
-    /// the size of an element.
+    /// the size of an element. Without a pool, memory comes from the allocator and returns to it.
     pub(crate) fn whole(
-        pool: &Arc<Pool>,
+        pool: Option<&Arc<Pool>>,
         num_ranks: usize,
         tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
     ) -> Self {
@@ -50,39 +53,30 @@ impl SharedTensors {
     }
 
     /// Allocates the blocks of one rank, which it fills alone.
-    pub(crate) fn block(
-        pool: &Arc<Pool>,
-        rank: usize,
-        tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
-    ) -> Self {
-        Self::new(pool, rank + 1, Some(rank), tensors)
+    pub(crate) fn block(rank: usize, tensors: impl IntoIterator<Item = (ShardLayout, usize)>) -> Self {
+        Self::new(None, rank + 1, Some(rank), tensors)
     }
 
     fn new(
-        pool: &Arc<Pool>,
+        pool: Option<&Arc<Pool>>,
         num_flags: usize,
         owner: Option<usize>,
         tensors: impl IntoIterator<Item = (ShardLayout, usize)>,
     ) -> Self {
-        let mut end = 0;
-        let tensors: Vec<Tensor> = tensors
-            .into_iter()
-            .map(|(layout, elem_bytes)| {
-                let start = end;
-                let len = match owner {
-                    Some(rank) => layout.shard_len(rank),
-                    None => {
-                        assert_eq!(layout.num_shards(), num_flags, "callers check layouts against the world size");
-                        layout.full_len()
-                    }
-                };
-                let bytes = len.checked_mul(elem_bytes).expect("a tensor's bytes are counted in a usize");
-                end = start + bytes.next_multiple_of(ALIGN);
-                Tensor { layout, elem_bytes, bytes: start..start + bytes }
-            })
-            .collect();
+        let tensor = |(layout, elem_bytes): (ShardLayout, usize)| {
+            let len = match owner {
+                Some(rank) => layout.shard_len(rank),
+                None => {
+                    assert_eq!(layout.num_shards(), num_flags, "callers check layouts against the world size");
+                    layout.full_len()
+                }
+            };
+            let len_bytes = len.checked_mul(elem_bytes).expect("a tensor's bytes are counted in a usize");
+            let memory = pool.map_or_else(|| Block::new(len_bytes), |pool| pool.take(len_bytes));
+            Tensor { layout, elem_bytes, memory: Arc::new(memory), len_bytes }
+        };
         let begun = (0..num_flags).map(|_| AtomicBool::new(false)).collect();
-        Self { memory: pool.take(end), tensors, owner, begun, filled: AtomicUsize::new(0) }
+        Self { tensors: tensors.into_iter().map(tensor).collect(), owner, begun, filled: AtomicUsize::new(0) }
     }
 
     /// Fills every element that `rank` owns, piece by piece, in order.
@@ -106,20 +100,20 @@ impl SharedTensors {
                     let piece = start..(start + piece_len).min(run.end);
                     let first = if self.owner.is_some() { num_filled } else { piece.start };
                     num_filled += piece.len();
-                    let offset = tensor.bytes.start + first * tensor.elem_bytes;
+                    let offset = first * tensor.elem_bytes;
                     let len = piece.len() * tensor.elem_bytes;
-                    assert!(offset + len <= tensor.bytes.end, "a run lies in its tensor");
-                    // SAFETY: The piece lies in the tensor, and the tensor in the allocation. No other reference to
-                    // these bytes exists: other ranks own other runs, this rank is here once, and views are made
-                    // only after all ranks have filled (invariants 1 to 3).
+                    assert!(offset + len <= tensor.len_bytes, "a run lies in its tensor");
+                    // SAFETY: The piece lies in the tensor, which is the allocation. No other reference to these
+                    // bytes exists: other ranks own other runs, this rank is here once, and views are made only
+                    // after all ranks have filled (invariants 1 to 3).
                     let target = unsafe {
                         std::slice::from_raw_parts_mut(
-                            self.memory.start().as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
+                            tensor.memory.start().as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
                             len,
                         )
                     };
                     let written = fill(index, piece, target);
-                    let expected = self.memory.start().as_ptr().wrapping_add(offset).cast_const();
+                    let expected = tensor.memory.start().as_ptr().wrapping_add(offset).cast_const();
                     assert!(written.len() == len && written.as_ptr() == expected, "`fill` returns what it was given");
                 }
             }
@@ -127,29 +121,29 @@ impl SharedTensors {
         self.filled.fetch_add(1, Ordering::Release);
     }
 
-    /// The tensors, each a view that keeps the allocation alive.
+    /// The tensors, each a view that keeps its own allocation alive.
     ///
     /// # Panics
     /// If a rank has not filled its blocks.
-    pub(crate) fn views(self: &Arc<Self>) -> Vec<Bytes> {
+    pub(crate) fn views(&self) -> Vec<Bytes> {
         let num_writers = if self.owner.is_some() { 1 } else { self.begun.len() };
         assert_eq!(self.filled.load(Ordering::Acquire), num_writers, "all ranks fill before anyone reads");
-        (0..self.tensors.len()).map(|tensor| Bytes::from_owner(View { shared: self.clone(), tensor })).collect()
+        let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), len_bytes: tensor.len_bytes };
+        self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
     }
 }
 
 /// Exists only once all ranks have filled: see [`SharedTensors::views`].
 struct View {
-    shared: Arc<SharedTensors>,
-    tensor: usize,
+    memory: Arc<Block>,
+    len_bytes: usize,
 }
 
 impl AsRef<[u8]> for View {
     fn as_ref(&self) -> &[u8] {
-        let bytes = &self.shared.tensors[self.tensor].bytes;
         // SAFETY: Every byte of the tensor is initialised, since its blocks cover it (invariant 1) and all were
         // filled before this view was made; nothing writes any more (invariants 2 and 3).
-        unsafe { std::slice::from_raw_parts(self.shared.memory.start().as_ptr().add(bytes.start), bytes.len()) }
+        unsafe { std::slice::from_raw_parts(self.memory.start().as_ptr(), self.len_bytes) }
     }
 }
 
@@ -157,6 +151,7 @@ impl AsRef<[u8]> for View {
 mod tests {
     use std::thread;
 
+    use super::super::pool::ALIGN;
     use super::*;
 
     fn write_rank(shared: &SharedTensors, rank: usize) {
@@ -168,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_fill_disjoint_blocks_of_one_allocation_at_the_same_time() {
+    fn ranks_fill_disjoint_blocks_at_the_same_time() {
         let layouts = [
             (ShardLayout::new(&[7, 3], 0, 3), 4),
             (ShardLayout::new(&[2, 5, 2], 1, 3), 2),
@@ -176,7 +171,7 @@ mod tests {
             (ShardLayout::new(&[], 0, 3), 8),
             (ShardLayout::new(&[9000], 0, 3), 4),
         ];
-        let shared = Arc::new(SharedTensors::whole(&Arc::default(), 3, layouts.clone()));
+        let shared = Arc::new(SharedTensors::whole(None, 3, layouts.clone()));
         thread::scope(|scope| {
             for rank in 0..3 {
                 let shared = &shared;
@@ -200,7 +195,7 @@ mod tests {
     #[test]
     fn a_block_is_packed_in_the_order_of_its_elements() {
         let layout = ShardLayout::new(&[2, 5], 1, 2);
-        let block = Arc::new(SharedTensors::block(&Arc::default(), 1, [(layout, 1)]));
+        let block = Arc::new(SharedTensors::block(1, [(layout, 1)]));
         block.fill(1, |_, elements, target| {
             target.write_copy_of_slice(&elements.map(|element| element as u8).collect::<Vec<u8>>())
         });
@@ -208,28 +203,26 @@ mod tests {
     }
 
     #[test]
-    fn the_allocation_lives_until_its_last_view_is_dropped() {
-        let shared = Arc::new(SharedTensors::whole(
-            &Arc::default(),
-            1,
-            [(ShardLayout::new(&[3], 0, 1), 1), (ShardLayout::new(&[2], 0, 1), 1)],
-        ));
+    fn a_tensor_lives_until_its_last_view_is_dropped_and_no_longer() {
+        let layouts = [(ShardLayout::new(&[3], 0, 1), 1), (ShardLayout::new(&[2], 0, 1), 1)];
+        let shared = SharedTensors::whole(None, 1, layouts);
         write_rank(&shared, 0);
         let mut views = shared.views();
-        let weak = Arc::downgrade(&shared);
+        let memory: Vec<_> = shared.tensors.iter().map(|tensor| Arc::downgrade(&tensor.memory)).collect();
         drop(shared);
         let slice = views.remove(1).slice(1..);
         drop(views);
         assert_eq!(slice[..], [1]);
-        assert!(weak.upgrade().is_some());
+        assert!(memory[0].upgrade().is_none(), "its neighbour does not keep it");
+        assert!(memory[1].upgrade().is_some());
         drop(slice);
-        assert!(weak.upgrade().is_none(), "freed with the last view");
+        assert!(memory[1].upgrade().is_none(), "freed with the last view");
     }
 
     #[test]
     #[should_panic(expected = "all ranks fill before anyone reads")]
     fn a_view_before_the_last_fill_is_refused() {
-        let shared = Arc::new(SharedTensors::whole(&Arc::default(), 2, [(ShardLayout::new(&[4], 0, 2), 4)]));
+        let shared = Arc::new(SharedTensors::whole(None, 2, [(ShardLayout::new(&[4], 0, 2), 4)]));
         write_rank(&shared, 0);
         shared.views();
     }
@@ -237,7 +230,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "a rank fills its blocks once")]
     fn a_second_fill_is_refused() {
-        let shared = SharedTensors::whole(&Arc::default(), 2, [(ShardLayout::new(&[4], 0, 2), 4)]);
+        let shared = SharedTensors::whole(None, 2, [(ShardLayout::new(&[4], 0, 2), 4)]);
         write_rank(&shared, 0);
         write_rank(&shared, 0);
     }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 
@@ -16,6 +16,9 @@ use crate::{
 
 /// The world sizes under which [`check_all`] runs: alone, even, odd, and with ranks that own nothing.
 pub const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
+
+/// The time of one check. Shorter than the timeout of most, so that a check that needs a timeout to end does not pass.
+const LIMIT: Duration = Duration::from_secs(25);
 
 /// One promise. A new world for each check, since some end it.
 #[derive(Clone, Copy, Debug)]
@@ -68,7 +71,7 @@ pub fn check_all(connect: impl Fn(usize, Duration) -> Vec<Arc<dyn Communicator>>
     for check in CHECKS {
         for world_size in WORLD_SIZES {
             let ranks = connect(world_size, check.timeout);
-            let results = run_ranks_on(ranks, Duration::from_secs(60), |comm| (check.run)(&comm));
+            let results = run_ranks_on(ranks, LIMIT, |comm| (check.run)(&comm));
             for (rank, result) in results.into_iter().enumerate() {
                 if let Err(failure) = result {
                     panic!("{}: rank {rank} of {world_size} {failure}", check.name);
@@ -103,12 +106,13 @@ fn gathers_every_cut_of_every_shape(comm: &Arc<dyn Communicator>) -> Result<(), 
 fn adds_in_the_order_of_ranks(comm: &Arc<dyn Communicator>) -> Result<(), CommError> {
     let layouts = layouts(comm.world_size());
     let mut step = 0;
-    for reduce in [Reduce::SUM, Reduce::mean(comm.world_size()), Reduce { scale: 0.3 }] {
-        for dtype in [Dtype::F32, Dtype::F64] {
-            for layouts in layouts.chunks(1).chain([&layouts[..], &[]]) {
-                step += 1;
-                check_reductions(&**comm, step, layouts, dtype, reduce)?;
-            }
+    let scaled = Reduce { scale: 0.3 };
+    for (reduce, dtype) in
+        [(Reduce::SUM, Dtype::F32), (Reduce::mean(comm.world_size()), Dtype::F32), (scaled, Dtype::F64)]
+    {
+        for layouts in layouts.chunks(1).chain([&layouts[..], &[]]) {
+            step += 1;
+            check_reductions(&**comm, step, layouts, dtype, reduce)?;
         }
     }
     Ok(())
@@ -293,6 +297,7 @@ fn an_abort_ends_every_wait_with_the_first_cause(comm: &Arc<dyn Communicator>) -
     let cause = AbortCause::RankFailed { rank: 0, message: "the disk is full".into() };
     let expected = CommError::Aborted { rank: comm.rank(), cause: cause.clone() };
     if comm.rank() == 0 {
+        // So that the others are asleep already, most of the time.
         thread::sleep(Duration::from_millis(20));
         comm.abort(cause.clone());
         comm.abort(AbortCause::RankPanicked { rank: 0, message: "too late".into() });
@@ -305,12 +310,10 @@ fn an_abort_ends_every_wait_with_the_first_cause(comm: &Arc<dyn Communicator>) -
     }
     assert_eq!(comm.aborted(), Some(cause));
     let part = GatherPart { shard: Bytes::new(), layout: ShardLayout::new(&[0], 0, comm.world_size()), elem_bytes: 4 };
-    let start = Instant::now();
     assert_eq!(comm.all_gather(&tag(2, "after"), &[part]), Err(expected.clone()));
     assert_eq!(channel.broadcast(&tag(2, "after"), comm.rank(), Some(Bytes::new())), Err(expected.clone()));
     assert_eq!(group.barrier(&tag(2, "after")), Err(expected.clone()));
     assert_eq!(comm.channel("late").err(), Some(expected));
-    assert!(start.elapsed() < Duration::from_secs(20), "calls after an abort fail at once");
     Ok(())
 }
 

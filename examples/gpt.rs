@@ -119,8 +119,8 @@ impl Block {
 }
 
 /// Bytes that one rank holds when backward begins, for `batch` sequences in float32 on a device with balanced gradient
-/// checkpointing: the outputs of matrix products, and what backward computes again at once. Weights are not counted:
-/// they are parameters or gathered units.
+/// checkpointing: the outputs of matrix products and of the softmax, and what the last perceptron's backward computes
+/// again at once. Weights are not counted: they are parameters or gathered units.
 pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let tokens = (batch * config.sequence) as u64;
     let vectors = tokens * config.width as u64;
@@ -128,14 +128,11 @@ pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let logits = tokens * config.vocabulary as u64;
     let embedded = 2 * vectors; // rows of both tables
     let attention = 3 * vectors // output of `query_key_value`
-        + scores // products of queries and keys
-        + scores.div_ceil(4) // the causal mask, one byte each
+        + 2 * scores // products of queries and keys, and their softmax
         + vectors // values, mixed
         + vectors; // output of `project`
     let perceptron = 4 * vectors // output of `up`
         + vectors; // output of `down`
-    let sums = 2 * vectors; // after attention and after the perceptron: each is needed for the one before it
-    let loss = logits // output of `head`
-        + 2 * logits; // the gradient of the logits, and the log-probabilities or what the gradient is added up from
-    4 * (embedded + config.layers as u64 * (attention + perceptron + sums) + loss)
+    let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
+    4 * (embedded + config.layers as u64 * (attention + perceptron) + logits + again)
 }

@@ -162,7 +162,8 @@ impl MemoryModel {
             Stage::OptimizerState => full_len,
             Stage::Gradients | Stage::Parameters => shard_len,
         };
-        let gathered_len = if self.stage.shards_parameters() {
+        // A single rank has nothing to gather.
+        let gathered_len = if self.stage.shards_parameters() && shard_len < full_len {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
             shared(window_len.saturating_add(self.kept_len).min(full_len))
@@ -313,7 +314,8 @@ mod tests {
     #[test]
     fn gathered_units_follow_the_prefetch_depth_at_stage_3_only() {
         let gathered = |stage, prefetch, kept_len| {
-            let model = MemoryModel { stage, prefetch, kept_len, largest_unit_len: 10, ..MemoryModel::new(80) };
+            let model =
+                MemoryModel { stage, num_shards: 2, prefetch, kept_len, largest_unit_len: 10, ..MemoryModel::new(80) };
             bytes(&model)[3]
         };
         assert_eq!(gathered(Stage::Parameters, 0, 0), 40);

@@ -1,0 +1,156 @@
+//! What a step holds at its peak is what the estimate says: counted at the allocator, for a whole process.
+
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_burn::{Config, Error, OptimizerKind, Rank, Stage, launch};
+use fsdp_examples::{Gpt, GptConfig};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+const BATCH: usize = 4;
+const STEPS: usize = 3;
+const MODEL: GptConfig = GptConfig { layers: 6, width: 256, heads: 4, sequence: 64, vocabulary: 256 };
+
+/// One test, since the allocator counts for the whole process.
+#[test]
+fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
+    let plain = plain();
+    for stage in Stage::ALL {
+        for world_size in [1, 2, 4] {
+            let config = Config { stage, world_size, timeout_s: 60.0, ..Config::default() };
+            let before = settled();
+            let outcomes = launch(&config, move |rank| sharded(&rank, plain)).unwrap();
+            let measured = (outcomes[0].peak - before) as f64;
+            let [least, most] =
+                [0, 1].map(|end| outcomes.iter().map(|outcome| outcome.predicted[end]).sum::<u64>() as f64);
+            println!("{stage} on {world_size}: predicted {least:.3e} to {most:.3e} bytes, measured {measured:.3e}");
+            assert!(
+                measured > 0.95 * least && measured < 1.05 * most,
+                "{stage} on {world_size}: {least} to {most} bytes predicted, {measured} measured"
+            );
+            if stage == Stage::Parameters && world_size > 1 {
+                check_after_forward(&outcomes, plain, before);
+            }
+        }
+    }
+}
+
+/// At stage 3, what lives after forward, less activations, is the shards, the optimizer state and the kept units, and
+/// the buffers that gathers use again. It is never the whole model.
+fn check_after_forward(outcomes: &[Outcome], plain: Plain, before: usize) {
+    let world_size = outcomes.len() as u64;
+    let live = (outcomes[0].after_forward - before) as u64 - world_size * plain.after_forward;
+    let expected: u64 = outcomes.iter().map(|outcome| outcome.resident).sum();
+    let reused: u64 = outcomes.iter().map(|outcome| outcome.gathered).sum();
+    let tolerance = expected / 20;
+    assert!(
+        live + tolerance > expected && live < expected + reused + tolerance,
+        "on {world_size}: {live} bytes live after forward, {expected} expected, and at most {reused} to be used again"
+    );
+}
+
+/// Waits until the threads of the last run have given back their memory, and returns what is left.
+fn settled() -> usize {
+    let mut usage = ALLOCATOR.current_usage();
+    for _ in 0..50 {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = ALLOCATOR.current_usage();
+        if now == usage {
+            break;
+        }
+        usage = now;
+    }
+    usage
+}
+
+/// What one rank's plain step holds above parameters and optimizer state, in bytes: activations, temporaries of
+/// backward, and the workspace of its kernels.
+#[derive(Clone, Copy)]
+struct Plain {
+    peak: u64,
+    after_forward: u64,
+}
+
+fn plain() -> Plain {
+    let before = settled();
+    let config = Config { world_size: 1, ..Config::default() };
+    let outcome = launch(&config, move |rank| {
+        let device = rank.device();
+        let mut model = MODEL.init(&device);
+        let mut optimizer = AdamWConfig::new().init();
+        let states = before + 12 * model.num_params();
+        let mut outcome = Plain { peak: 0, after_forward: 0 };
+        for _ in 0..STEPS {
+            ALLOCATOR.reset_peak_usage();
+            let loss = loss(&model, &device);
+            outcome.after_forward = (ALLOCATOR.current_usage().saturating_sub(states)) as u64;
+            let gradients = GradientsParams::from_grads(loss.backward(), &model);
+            outcome.peak = (ALLOCATOR.peak_usage().saturating_sub(states)) as u64;
+            model = optimizer.step(1e-3, model, gradients);
+        }
+        Ok(outcome)
+    });
+    outcome.unwrap()[0]
+}
+
+struct Outcome {
+    /// Bytes of this rank's part of the process at the peak: the least and the most.
+    predicted: [u64; 2],
+    peak: usize,
+    after_forward: usize,
+    /// Parameters, optimizer state, and this rank's part of the kept units.
+    resident: u64,
+    /// This rank's part of the units that are gathered at once.
+    gathered: u64,
+}
+
+fn sharded(rank: &Rank, plain: Plain) -> Result<Outcome, Error> {
+    let device = rank.device();
+    let mut model = rank.shard(MODEL.init(&device))?;
+    let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
+    let (mut peak, mut after_forward) = (0, 0);
+    for _ in 0..STEPS {
+        rank.barrier()?;
+        if rank.is_main() {
+            ALLOCATOR.reset_peak_usage();
+        }
+        rank.barrier()?;
+        let loss = loss(&model, &device);
+        rank.barrier()?;
+        after_forward = ALLOCATOR.current_usage();
+        rank.barrier()?;
+        let gradients = model.backward(loss)?;
+        optimizer.step(1e-3, &mut model, gradients)?;
+        rank.barrier()?;
+        peak = ALLOCATOR.peak_usage();
+    }
+    // All ranks hold their activations at once. One at least is at the peak of its temporaries then; how many others are,
+    // the scheduler decides.
+    let temporaries = plain.peak - plain.after_forward;
+    let least = plain.after_forward + temporaries / rank.world_size() as u64;
+    let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes)));
+    let estimate = estimates[0];
+    let plan = model.plan();
+    let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
+    let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;
+    Ok(Outcome {
+        predicted: estimates.map(|estimate| estimate.peak_bytes().unwrap_or_default()),
+        peak,
+        after_forward,
+        resident: estimate.parameter_bytes + estimate.optimizer_bytes + kept_bytes,
+        gathered: estimate.gathered_bytes,
+    })
+}
+
+fn loss(model: &Gpt, device: &Device) -> Tensor<1> {
+    let tokens = |factor: i64| {
+        let values: Vec<i64> = (0..(BATCH * MODEL.sequence) as i64).map(|index| index * factor % 256).collect();
+        Tensor::<2, Int>::from_data(TensorData::new(values, [BATCH, MODEL.sequence]), device)
+    };
+    model.loss(tokens(7), tokens(11))
+}

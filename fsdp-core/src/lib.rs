@@ -25,7 +25,7 @@
 //!
 //! # Map
 //!
-//! Each module imports only those above it, apart from the exceptions in ARCHITECTURE.md.
+//! Each module imports only those above it.
 //!
 //! | module | what it decides |
 //! |---|---|

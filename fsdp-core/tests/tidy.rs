@@ -157,6 +157,23 @@ fn nothing_is_left_for_later() {
     broken.assert_none();
 }
 
+/// Where `unsafe` is argued for, file by file.
+const UNSAFE_FILES: [&str; 3] = ["benches/memory.rs", "fsdp-core/src/comm/pool.rs", "fsdp-core/src/comm/shared.rs"];
+
+#[test]
+fn unsafe_code_stays_where_it_is_argued_for() {
+    let word = joined(&["uns", "afe "]);
+    let mut broken = Broken::default();
+    for file in sources().iter().filter(|file| !UNSAFE_FILES.contains(&file.path.as_str())) {
+        for (number, line) in file.lines().filter(|(_, line)| !line.trim_start().starts_with("//")) {
+            if line.contains(&format!("{word}{{")) || line.contains(&format!("{word}impl")) {
+                broken.add(file, number, "unsafe code; avoid it, or add the file to UNSAFE_FILES with a reason");
+            }
+        }
+    }
+    broken.assert_none();
+}
+
 #[test]
 fn notes_that_are_cited_exist_once() {
     let (open, see) = (joined(&["[No", "te: "]), joined(&["See [No", "te: "]));
@@ -170,7 +187,9 @@ fn notes_that_are_cited_exist_once() {
                 let Some(len) = line[start..].find(']') else { continue };
                 let name = line[start + open.len()..start + len].to_owned();
                 let is_heading = file.extension() == "rs" && bare == format!("{open}{name}]");
-                if is_heading {
+                if name == "..." {
+                    continue;
+                } else if is_heading {
                     headings.entry(name).or_default().push(place);
                 } else {
                     citations.push((name, place));
@@ -374,6 +393,49 @@ fn links_between_documents_lead_somewhere() {
         }
     }
     broken.assert_none();
+}
+
+/// What stands in fences of shell commands.
+fn commands(file: &File) -> Vec<(usize, &str)> {
+    let mut in_shell = false;
+    let inside = |(_, line): &(usize, &str)| {
+        if let Some(language) = line.strip_prefix("```") {
+            in_shell = language == "sh";
+            return false;
+        }
+        in_shell
+    };
+    file.lines().filter(inside).collect()
+}
+
+#[test]
+fn commands_in_documents_name_what_exists() {
+    let config = read(".cargo/config.toml");
+    let config: toml::Table = toml::from_str(&config).unwrap();
+    let known = ["add", "bench", "build", "doc", "new", "run", "test"];
+    let mut broken = Broken::default();
+    let mut num_commands = 0;
+    for file in markdown() {
+        for (number, line) in commands(&file) {
+            let words: Vec<&str> = line.split('#').next().unwrap_or("").split_whitespace().collect();
+            num_commands += words.len().min(1);
+            for pair in words.windows(2) {
+                let exists = match pair {
+                    ["cargo", name] => known.contains(name) || config["alias"].get(name).is_some(),
+                    ["--example", name] => root().join(format!("examples/{name}.rs")).exists(),
+                    ["--bench", name] => root().join(format!("benches/{name}.rs")).exists(),
+                    ["--config" | "bash", path] => root().join(path).exists(),
+                    ["-p", package] => read("Cargo.lock").contains(&format!("name = \"{package}\"\n")),
+                    _ => true,
+                };
+                if !exists {
+                    broken.add(&file, number, format!("there is no `{}`", pair.join(" ")));
+                }
+            }
+        }
+    }
+    broken.assert_none();
+    assert!(num_commands > 0, "the commands are not found any more");
 }
 
 #[test]

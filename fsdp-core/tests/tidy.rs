@@ -2,6 +2,8 @@
 //!
 //! Each rule collects all that break it, as `file:line: what is wrong`, and fails with the whole list.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};

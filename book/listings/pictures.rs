@@ -14,10 +14,10 @@ fn describe(action: &Action) -> String {
         Action::WaitGather(unit) => ("wait for", unit),
         Action::Free(unit) => ("free", unit),
         Action::Reduce(unit) => ("reduce", unit),
-        Action::WaitReduce(unit) => ("wait for the reduction of", unit),
+        Action::WaitReduce(unit) => ("wait for reduced", unit),
         Action::Step(unit) => ("step", unit),
         Action::Publish(unit) => ("publish", unit),
-        Action::WaitPublish(unit) => ("wait for the publication of", unit),
+        Action::WaitPublish(unit) => ("wait for published", unit),
     };
     format!("{verb} {}", UNITS[unit])
 }
@@ -52,7 +52,7 @@ fn the_picture_of_a_step_is_what_the_schedule_does() {
     events(&mut schedule);
     let lines = events(&mut schedule).into_iter().map(|(event, actions)| {
         let actions: Vec<_> = actions.iter().map(describe).collect();
-        let line = format!("{event:<22}{}", actions.join(", "));
+        let line = format!("{event:<24}{}", actions.join(", "));
         format!("{}\n", line.trim_end())
     });
     assert_shown("listings/output/step.txt", &lines.collect::<String>());

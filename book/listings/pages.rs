@@ -1,6 +1,6 @@
 //! Pages that are written by the code they describe.
 
-use fsdp_core::config_keys;
+use fsdp_core::{Config, config_keys};
 
 use crate::output::assert_shown;
 
@@ -28,4 +28,16 @@ fn the_page_of_configuration_keys_is_current() {
         );
     }
     assert_shown("src/reference/configuration.md", &page);
+}
+
+#[test]
+fn the_configuration_in_the_readme_is_accepted() {
+    let readme = include_str!("../../README.md");
+    let (_, fence) = readme.split_once("```toml\n").unwrap();
+    let (toml, _) = fence.split_once("```").unwrap();
+    let config = Config::from_toml(toml, "README.md").unwrap();
+    assert_eq!(config.resolved_mesh().world_size(), 4);
+    for key in config_keys().iter().filter(|key| key.path() != "threads_per_rank") {
+        assert!(toml.contains(&format!("{} = ", key.name)), "the README does not show `{}`", key.path());
+    }
 }

@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 600)]
+    #[arg(long, value_name = "N", default_value_t = 500)]
     pub steps: usize,
     /// Sequences per rank and backward
     #[arg(long, value_name = "N", default_value_t = 4)]

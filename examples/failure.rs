@@ -8,7 +8,7 @@ use std::process::ExitCode;
 pub enum Failure {
     /// The configuration is refused.
     #[error(transparent)]
-    Config(#[from] fsdp_burn::ConfigError),
+    Config(Box<fsdp_burn::ConfigError>),
     /// Options that do not fit together, or a value that makes no sense.
     #[error("{option}: {problem}")]
     Option {
@@ -40,7 +40,7 @@ pub enum Failure {
     },
     /// The run itself.
     #[error(transparent)]
-    Run(#[from] fsdp_burn::Error),
+    Run(Box<fsdp_burn::Error>),
     /// A result cannot be written.
     #[error("cannot write {}: {problem}", file.display())]
     Write {
@@ -65,5 +65,18 @@ impl Failure {
     /// A result that cannot be written.
     pub fn write(file: impl Into<PathBuf>, problem: impl ToString) -> Self {
         Failure::Write { file: file.into(), problem: problem.to_string() }
+    }
+}
+
+// Boxed, so that a result without an error stays small.
+impl From<fsdp_burn::ConfigError> for Failure {
+    fn from(error: fsdp_burn::ConfigError) -> Self {
+        Failure::Config(Box::new(error))
+    }
+}
+
+impl From<fsdp_burn::Error> for Failure {
+    fn from(error: fsdp_burn::Error) -> Self {
+        Failure::Run(Box::new(error))
     }
 }

@@ -118,28 +118,24 @@ impl Block {
     }
 }
 
-/// Bytes that one rank's forward keeps for backward, for `batch` sequences in float32. Weights are not counted: they
-/// are parameters or gathered units.
+/// Bytes that one rank holds when backward begins, for `batch` sequences in float32 on a device with balanced gradient
+/// checkpointing: the outputs of matrix products, and what backward computes again at once. Weights are not counted:
+/// they are parameters or gathered units.
 pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let tokens = (batch * config.sequence) as u64;
     let vectors = tokens * config.width as u64;
     let scores = tokens * (config.heads * config.sequence) as u64;
     let logits = tokens * config.vocabulary as u64;
-    // A norm keeps its input centred, and once more divided by its deviation; its output is its consumer's input.
-    let norm = 2 * vectors;
-    let attention = norm
-        + vectors // input of `query_key_value`
-        + 3 * vectors // queries, keys and values
-        + 2 * scores // exponentials, and these divided by their sum
+    let embedded = 2 * vectors; // rows of both tables
+    let attention = 3 * vectors // output of `query_key_value`
+        + scores // products of queries and keys
         + scores.div_ceil(4) // the causal mask, one byte each
-        + vectors; // input of `project`
-    let perceptron = norm
-        + vectors // input of `up`
-        + 4 * vectors // input of the activation
-        + 4 * vectors; // input of `down`
-    let end = norm
-        + vectors // input of `head`
-        + logits // exponentials of the softmax
-        + 2 * logits; // where backward begins: the gradient of the logits, and what it is added up from
-    4 * (config.layers as u64 * (attention + perceptron) + end)
+        + vectors // values, mixed
+        + vectors; // output of `project`
+    let perceptron = 4 * vectors // output of `up`
+        + vectors; // output of `down`
+    let sums = 2 * vectors; // after attention and after the perceptron: each is needed for the one before it
+    let loss = logits // output of `head`
+        + 2 * logits; // the gradient of the logits, and the log-probabilities or what the gradient is added up from
+    4 * (embedded + config.layers as u64 * (attention + perceptron + sums) + loss)
 }

@@ -57,7 +57,7 @@ pub struct RankRow {
     pub waiting_s: f64,
 }
 
-/// Predicted peak memory of a rank, in bytes.
+/// Predicted memory of a rank, in bytes: its part of the process, whose ranks share what they hold alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Predicted {
     /// Parameters between their uses.
@@ -68,25 +68,29 @@ pub struct Predicted {
     pub gathered_bytes: u64,
     /// Optimizer state.
     pub optimizer_bytes: u64,
-    /// What forward keeps for backward.
+    /// Whole gradients that are being reduced.
+    pub in_flight_bytes: u64,
+    /// What is held when backward begins.
     pub activation_bytes: u64,
+    /// The most at once, which is less than the sum.
+    pub peak_bytes: u64,
 }
 
-/// Measured peaks of a rank, in bytes; each on its own, not at one moment.
+/// Measured peaks of a rank, in bytes; each on its own, not at one moment, and with what it shares with other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measured {
     /// Parameters between their uses.
     pub parameter_bytes: u64,
     /// Gradients, before and after their reduction.
     pub gradient_bytes: u64,
-    /// Gathered units. Ranks of one process share them.
+    /// Gathered units.
     pub gathered_bytes: u64,
 }
 
 /// Peak memory of the process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
-    /// States and activations of all ranks, and once the gathered units, which they share.
+    /// The sum of the peaks of all ranks.
     pub predicted_bytes: u64,
     /// What the allocator counted during training, the text included; `None` where it does not count.
     pub measured_bytes: Option<u64>,
@@ -110,7 +114,9 @@ impl From<&MemoryEstimate> for Predicted {
             gradient_bytes: estimate.gradient_bytes,
             gathered_bytes: estimate.gathered_bytes,
             optimizer_bytes: estimate.optimizer_bytes,
+            in_flight_bytes: estimate.in_flight_bytes,
             activation_bytes: estimate.activation_bytes.unwrap_or(0),
+            peak_bytes: estimate.peak_bytes().unwrap_or(0),
         }
     }
 }
@@ -128,12 +134,7 @@ impl From<&EngineStats> for Measured {
 impl ProcessMemory {
     /// From the predictions of all ranks and what the allocator counted.
     pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>) -> Self {
-        let of_rank = |row: &RankRow| {
-            let Predicted { parameter_bytes, gradient_bytes, optimizer_bytes, activation_bytes, .. } = row.predicted;
-            parameter_bytes + gradient_bytes + optimizer_bytes + activation_bytes
-        };
-        let shared_bytes = ranks.iter().map(|row| row.predicted.gathered_bytes).max().unwrap_or(0);
-        Self { predicted_bytes: ranks.iter().map(of_rank).sum::<u64>() + shared_bytes, measured_bytes }
+        Self { predicted_bytes: ranks.iter().map(|row| row.predicted.peak_bytes).sum(), measured_bytes }
     }
 }
 

@@ -13,17 +13,18 @@ pub fn settings(config: &Config) -> String {
 
 /// Predicted and measured memory.
 pub fn memory_table(ranks: &[RankRow]) -> String {
-    let header = ["rank", "", "parameters", "gradients", "gathered", "optimizer", "activations"];
+    let header = ["rank", "", "parameters", "gradients", "gathered", "optimizer", "activations", "peak"];
     let mut rows = vec![header.map(str::to_owned)];
     for RankRow { rank, predicted, measured, .. } in ranks {
-        let Predicted { parameter_bytes, gradient_bytes, gathered_bytes, optimizer_bytes, activation_bytes } =
+        let Predicted { parameter_bytes, gathered_bytes, optimizer_bytes, activation_bytes, peak_bytes, .. } =
             *predicted;
-        let [a, b, c, d, e] =
-            [parameter_bytes, gradient_bytes, gathered_bytes, optimizer_bytes, activation_bytes].map(human_bytes);
-        rows.push([rank.to_string(), "predicted".into(), a, b, c, d, e]);
+        let gradient_bytes = predicted.gradient_bytes + predicted.in_flight_bytes;
+        let bytes = [parameter_bytes, gradient_bytes, gathered_bytes, optimizer_bytes, activation_bytes, peak_bytes];
+        let [a, b, c, d, e, f] = bytes.map(human_bytes);
+        rows.push([rank.to_string(), "predicted".into(), a, b, c, d, e, f]);
         let Measured { parameter_bytes, gradient_bytes, gathered_bytes } = *measured;
         let [a, b, c] = [parameter_bytes, gradient_bytes, gathered_bytes].map(human_bytes);
-        rows.push([String::new(), "measured".into(), a, b, c, "-".into(), "-".into()]);
+        rows.push([String::new(), "measured".into(), a, b, c, "-".into(), "-".into(), "-".into()]);
     }
     table(&rows)
 }

@@ -197,7 +197,8 @@ fn print_results(report: &Report, args: &Args) {
     println!("\nLoss {first:.4} to {last:.4} in {:.1} s, {:.0} tokens/s", wall.training_s, report.tokens_per_second);
     println!("\nPeak memory by rank\n\n{}", memory_table(ranks));
     let measured = process.measured_bytes.map_or("not counted".to_owned(), human_bytes);
-    println!("  all ranks   predicted {}   measured {measured}", human_bytes(process.predicted_bytes));
+    println!("  Predicted is a rank's part of what all ranks share; measured is all it holds, shared or not.");
+    println!("  Peak of the process: predicted {}, measured {measured}", human_bytes(process.predicted_bytes));
     println!("\nCommunication by rank\n\n{}", time_table(ranks));
     println!("Loss curve: {}", args.plot_path().display());
     if let Some(file) = &args.report {

@@ -11,7 +11,8 @@ use bytes::Bytes;
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, ShardLayout};
 
 use crate::Error;
-use crate::engine::{Engine, cut};
+use crate::engine::Engine;
+use crate::host::cut;
 
 /// The L2 norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
 pub(crate) fn global_norm(engine: &Engine, step: u64) -> Result<f64, Error> {

@@ -154,7 +154,7 @@ impl Sender<'_> {
             return Ok(self.control.scatter(tag, 0, full, &spec.layout, dtype.size_bytes())?);
         }
         let full = self.control.broadcast(tag, 0, full)?;
-        let block = crate::engine::cut(&full, &spec.layout, self.shard_index, dtype.size_bytes());
+        let block = host::cut(&full, &spec.layout, self.shard_index, dtype.size_bytes());
         Ok(Bytes::from(block.to_vec()))
     }
 

@@ -10,7 +10,7 @@ use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{Dtype, Plan, ShardLayout};
 
-use crate::engine::cut;
+use crate::host::cut;
 use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
 use crate::survey::Entry;
 use crate::{Error, host};
@@ -120,7 +120,7 @@ fn layout(entry: &Entry) -> ShardLayout {
 
 fn ramp(entry: &Entry, scale: f32) -> Bytes {
     let len = layout(entry).full_len();
-    let value = |index: usize| scale * (1.0 + index as f32 * 0.37) * if index % 3 == 0 { -1.0 } else { 1.0 };
+    let value = |index: usize| scale * (1.0 + index as f32 * 0.37) * if index.is_multiple_of(3) { -1.0 } else { 1.0 };
     let values: Vec<f32> = (0..len).map(value).collect();
     host::elements(TensorData::new(values, [len]))
 }

@@ -10,13 +10,13 @@ use fsdp_core::{CommError, ConfigError, PlanError};
 pub enum Error {
     /// The configuration.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Config(Box<ConfigError>),
     /// The model does not fit the mesh.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Plan(Box<PlanError>),
     /// A collective failed.
     #[error(transparent)]
-    Comm(#[from] CommError),
+    Comm(Box<CommError>),
     /// A parameter that cannot be sharded.
     #[error("parameter `{parameter}`: {problem}; {remedy}")]
     Parameter {
@@ -112,6 +112,25 @@ pub enum Error {
     Program(Box<dyn std::error::Error + Send + Sync>),
 }
 
+// Boxed, so that a `Result` of this error stays small in every closure of the user's.
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Self {
+        Error::Config(Box::new(error))
+    }
+}
+
+impl From<PlanError> for Error {
+    fn from(error: PlanError) -> Self {
+        Error::Plan(Box::new(error))
+    }
+}
+
+impl From<CommError> for Error {
+    fn from(error: CommError) -> Self {
+        Error::Comm(Box::new(error))
+    }
+}
+
 impl Error {
     /// Wraps an error of the launched program, so that `?` ends the rank with it.
     ///
@@ -123,6 +142,11 @@ impl Error {
     /// ```
     pub fn program(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Error::Program(error.into())
+    }
+
+    /// Whether this rank failed only because another one had.
+    pub(crate) fn is_consequence(&self) -> bool {
+        matches!(self, Error::Comm(error) if matches!(**error, CommError::Aborted { .. }))
     }
 
     /// An input or output error, with the file it happened on.

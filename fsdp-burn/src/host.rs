@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::Dtype;
+use fsdp_core::{Dtype, ShardLayout};
 
 /// The elements of `tensor`, flat and row-major. Shares memory with it where it is contiguous.
 pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
@@ -56,6 +56,22 @@ pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> Tensor
     }
     let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
     TensorData::from_bytes(shared, shape, burn_dtype(dtype))
+}
+
+/// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.
+pub(crate) fn cut(full: &Bytes, layout: &ShardLayout, rank: usize, elem_bytes: usize) -> Bytes {
+    let mut runs = layout.runs(rank).map(|run| run.start * elem_bytes..run.end * elem_bytes);
+    match (runs.next(), runs.next()) {
+        (None, _) => Bytes::new(),
+        (Some(run), None) => full.slice(run),
+        (Some(first), Some(second)) => {
+            let mut block = Vec::with_capacity(layout.shard_len(rank) * elem_bytes);
+            for run in [first, second].into_iter().chain(runs) {
+                block.extend_from_slice(&full[run]);
+            }
+            Bytes::from(block)
+        }
+    }
 }
 
 struct Storage(Arc<burn::tensor::Bytes>);

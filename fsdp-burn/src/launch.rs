@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_core::{AbortCause, CommError, Config, LocalWorld};
+use fsdp_core::{AbortCause, CommError, Communicator, Config, FaultPlan, Faulty, Link, LocalWorld, Trace};
 
 use crate::engine::EngineFailed;
 use crate::{Error, Rank};
@@ -34,6 +34,27 @@ where
     T: Send + 'static,
     F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
 {
+    launch_with(config, LaunchOptions::default(), program)
+}
+
+/// How a run is started, beyond its configuration.
+#[derive(Clone, Debug, Default)]
+pub struct LaunchOptions {
+    /// Collects what every rank spends its time on.
+    pub trace: Option<Arc<Trace>>,
+    /// A network to imitate between the ranks, to see how a run behaves on one.
+    pub link: Option<Link>,
+}
+
+/// As [`launch`], with options.
+///
+/// # Errors
+/// As [`launch`].
+pub fn launch_with<T, F>(config: &Config, options: LaunchOptions, program: F) -> Result<Vec<T>, Error>
+where
+    T: Send + 'static,
+    F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
+{
     config.validate()?;
     let timeout = config.timeout();
     let world = LocalWorld::connect(config.world_size, timeout);
@@ -42,7 +63,13 @@ where
     let num_cores = thread::available_parallelism().map_or(1, usize::from);
     let (results, arrivals) = channel();
     for (number, communicator) in world.iter().enumerate() {
-        let rank = Rank::new(config.clone(), communicator.clone())?;
+        let linked: Arc<dyn Communicator> = match options.link {
+            Some(link) => {
+                Arc::new(Faulty::new(communicator.clone(), FaultPlan { link: Some(link), ..FaultPlan::default() }))
+            }
+            None => communicator.clone(),
+        };
+        let rank = Rank::new(config.clone(), linked, options.trace.clone())?;
         let (communicator, results, program) = (communicator.clone(), results.clone(), program.clone());
         let num_threads = config.compute_threads(num_cores);
         let run = move || {
@@ -128,7 +155,7 @@ fn collect<T>(
     for (rank, error) in &failures {
         tracing::error!(rank, "{error}");
     }
-    let root = failures.iter().position(|(_, error)| !is_consequence(error)).unwrap_or(0);
+    let root = failures.iter().position(|(_, error)| !error.is_consequence()).unwrap_or(0);
     if let Some(rank) = ended.iter().position(|ended| !ended) {
         let cause = failures.get(root).map_or_else(|| "they were lost".to_owned(), |(_, error)| error.to_string());
         return Err(Error::RankStuck { rank, waited_s: timeout.as_secs_f64(), cause });
@@ -140,10 +167,6 @@ fn collect<T>(
         (_, error @ Error::RankPanicked { .. }) => Err(error),
         (rank, source) => Err(Error::RankFailed { rank, source: Box::new(source) }),
     }
-}
-
-fn is_consequence(error: &Error) -> bool {
-    matches!(error, Error::Comm(CommError::Aborted { .. }))
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {

@@ -68,15 +68,15 @@ mod survey;
 
 pub use engine::EngineStats;
 pub use error::Error;
-pub use launch::launch;
+pub use launch::{LaunchOptions, launch, launch_with};
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};
 pub use rank::Rank;
 pub use sharded::Sharded;
 
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, MemoryEstimate, Mesh, NonFinite,
-    OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Traffic, TrainingConfig, WrapPolicy,
-    human_bytes,
+    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
+    NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,
+    TrainingConfig, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -80,7 +80,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             accumulate: training.accumulate,
             accumulation: training.gradient_accumulation,
         };
-        let engine = Arc::new(Engine::new(plan, shard_index, distributed.dtypes, links, settings));
+        let (dtypes, trace) = (distributed.dtypes, rank.trace().cloned());
+        let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, trace));
         for (param, bytes) in distributed.stored.into_iter().enumerate() {
             engine.set_stored(param, bytes);
         }
@@ -125,7 +126,7 @@ impl<M: Module> ShardedModel<M> {
         let tag = OpTag::new(self.engine.progress().0, Phase::Control, "weight of the loss");
         let total = links.control.all_reduce(&tag, &[part], Reduce::SUM)?;
         let total = total.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes);
-        if !(total > 0.0) {
+        if total.is_nan() || total <= 0.0 {
             return Err(Error::Misuse {
                 problem: format!(
                     "rank {}: the weights of the loss sum to {total} over all ranks",

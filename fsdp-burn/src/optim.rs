@@ -133,7 +133,7 @@ impl ShardedOptimizer {
                 match action {
                     Action::Step(unit) => {
                         let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
-                        self.step_unit(&lr, &engine, &entries, &params, factor);
+                        engine.stepping(unit, || self.step_unit(&lr, &engine, &entries, &params, factor));
                     }
                     other => engine.execute(other)?,
                 }

@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use bytes::Bytes;
-use fsdp_core::{Communicator, Config, Dtype, OpTag, Phase, Recorder, Reduce, ReducePart, ShardLayout, Traffic};
+use fsdp_core::{Communicator, Config, Dtype, OpTag, Phase, Recorder, Reduce, ReducePart, ShardLayout, Trace, Traffic};
 
 use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
 
@@ -17,14 +17,19 @@ pub struct Rank {
     recorder: Arc<dyn Communicator>,
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
+    trace: Option<Arc<Trace>>,
 }
 
 impl Rank {
-    pub(crate) fn new(config: Arc<Config>, communicator: Arc<dyn Communicator>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        config: Arc<Config>,
+        communicator: Arc<dyn Communicator>,
+        trace: Option<Arc<Trace>>,
+    ) -> Result<Self, Error> {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        Ok(Self { config, recorder, traffic, control })
+        Ok(Self { config, recorder, traffic, control, trace })
     }
 
     /// This rank's number, from 0.
@@ -140,6 +145,10 @@ impl Rank {
     /// What this rank has sent: operations and bytes, by kind, since the start or since [`Traffic::reset`].
     pub fn traffic(&self) -> &Traffic {
         &self.traffic
+    }
+
+    pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
+        self.trace.as_ref()
     }
 
     pub(crate) fn communicator(&self) -> Arc<dyn Communicator> {

@@ -52,6 +52,7 @@ mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod trace;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
@@ -71,3 +72,4 @@ pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
+pub use trace::{Span, SpanKind, Trace, TraceStream};

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use fsdp_burn::{Config, Stage, TrainingConfig};
 
-use crate::common::models::{Branches, ConvNet, Gpt, Mlp, Recurrent, Trial};
+use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar,
     sharded, share, start, weights,
@@ -21,6 +21,14 @@ fn a_parameter_with_a_gradient_on_some_ranks_only_counts_as_zero_on_the_others()
     assert_all_stages::<Branches>(&training, Optimizer::Sgd, &[2]);
     let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
     assert_all_stages::<Branches>(&training, Optimizer::Sgd, &[2]);
+}
+
+#[test]
+fn a_gradient_of_minus_zero_is_a_gradient() {
+    // Momentum moves the masked rows on, and weight decay shrinks them, as only parameters with a gradient are.
+    for optimizer in Optimizer::ALL {
+        assert_all_stages::<Masked>(&TrainingConfig::default(), optimizer, &[1, 2, 3, 5]);
+    }
 }
 
 #[test]

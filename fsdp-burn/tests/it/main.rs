@@ -1,8 +1,13 @@
 //! One binary for all integration tests, since each one links Burn.
 
+// Helpers of tests fail by panicking, as tests do; clippy knows only functions marked `#[test]`.
+#![allow(clippy::unwrap_used)]
+
 mod common;
 mod control_flow;
+mod failure;
 mod numbers;
+mod optimizers;
 mod parity;
 mod shapes;
 mod traffic;

@@ -148,7 +148,6 @@ fn with_an_overflow(config: &Config, at: Option<usize>) -> (Outcome, Vec<String>
                 loss = loss.mul_scalar(f32::INFINITY);
             }
             let gradients = model.backward(loss)?;
-            // A step that is left out must not count as one, so the batch is another without it.
             let done = match optim.step(Optimizer::AdamW.lr(), &mut model, gradients) {
                 Ok(StepOutcome::Stepped { .. }) => None,
                 Ok(StepOutcome::Skipped { gradient_norm }) => Some(format!("skipped {}", gradient_norm.is_finite())),

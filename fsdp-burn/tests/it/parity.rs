@@ -2,8 +2,11 @@
 
 use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig};
 
-use crate::common::models::{ConvNet, Gpt, Mlp, Trial};
-use crate::common::run::{Optimizer, STEPS, Tolerance, assert_parity, config, plain, plain_for, sharded, sharded_for};
+use crate::common::models::{ConvNet, Gpt, Mlp, Recurrent, Trial};
+use crate::common::run::{
+    Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain, plain_for, scalar, sharded,
+    sharded_for, share, start_on, weights,
+};
 
 const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
 
@@ -88,4 +91,46 @@ fn an_incomplete_last_window_is_the_mean_over_the_micro_batches_that_were_there(
             }
         }
     }
+}
+
+#[test]
+fn parameter_groups_with_rates_of_their_own_and_clipping_by_value_train_as_on_one_device() {
+    for optimizer in [Optimizer::Groups, Optimizer::ValueClipping] {
+        assert_all_stages::<Mlp>(&TrainingConfig::default(), optimizer, &WORLD_SIZES);
+    }
+}
+
+/// Recomputes activations in backward, and gathers once more what they are computed from.
+fn checkpointed<M: Trial>(config: &Config) -> Outcome {
+    on_ranks(config, |rank| {
+        let device = rank.device().gradient_checkpointing();
+        let mut model = start_on::<M>(&rank, device.clone())?;
+        let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+        let mut outcome = Outcome::default();
+        for step in 0..STEPS {
+            let loss = model.loss(step, share(&rank), &device);
+            outcome.losses.push(rank.mean(scalar(&loss))?);
+            let gradients = model.backward(loss)?;
+            optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+        }
+        outcome.weights = weights(&model)?;
+        Ok(outcome)
+    })
+}
+
+#[test]
+fn gradient_checkpointing_changes_no_bit() {
+    fn check<M: Trial>() {
+        for stage in Stage::ALL {
+            for world_size in [1, 2, 3] {
+                let config = config(stage, world_size);
+                let expected = sharded::<M>(&config, Optimizer::AdamW);
+                let what = format!("{stage} on {world_size}");
+                assert_parity(&what, &expected, &checkpointed::<M>(&config), Tolerance::EXACT);
+            }
+        }
+    }
+    check::<Mlp>();
+    check::<Gpt>();
+    check::<Recurrent>();
 }

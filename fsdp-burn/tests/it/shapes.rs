@@ -11,8 +11,8 @@ use fsdp_burn::{
 
 use crate::common::models::{Gpt, Layouts, Mlp, Tiny};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain, plain_model, plain_weights, seeded, sharded,
-    start, weights,
+    Optimizer, Outcome, SEED, Tolerance, assert_parity, config, on_ranks, plain, plain_model, plain_weights, seeded,
+    sharded, start, weights,
 };
 use crate::parity::assert_all_stages;
 
@@ -251,7 +251,9 @@ struct OneLargeUnit {
 #[test]
 fn a_plan_that_saves_no_memory_warns() {
     launch(&config(Stage::Parameters, 2), |rank| {
-        let linear = |width| LinearConfig::new(width, width).init(&rank.device());
+        let device = rank.device();
+        let _turn = rank.is_main().then(|| seeded(&device, SEED));
+        let linear = |width| LinearConfig::new(width, width).init(&device);
         let model = rank.shard(NoUnits { a: linear(3), b: linear(3) })?;
         assert_eq!(model.plan().warnings(), [PlanWarning::NoUnits]);
         let model = rank.shard(OneLargeUnit { a: linear(9), empty: Vec::new(), b: linear(2) })?;

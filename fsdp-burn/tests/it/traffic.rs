@@ -4,7 +4,7 @@ use fsdp_burn::{Config, OpKind, Plan, Stage, TrainingConfig, launch};
 use fsdp_core::{Accumulate, TrafficModel, UnitTraffic};
 
 use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial};
-use crate::common::run::{Optimizer, config, share, start};
+use crate::common::run::{Optimizer, config, share, start_on};
 
 /// Operations by rank, and bytes over all ranks, of one step after the order of units is known.
 struct Counted {
@@ -19,9 +19,10 @@ struct Counted {
 /// The kinds of collectives that a step may use at all.
 const KINDS: [OpKind; 3] = [OpKind::AllReduce, OpKind::AllGather, OpKind::ReduceScatter];
 
-fn count<M: Trial>(config: &Config) -> (Counted, Plan) {
-    let ranks = launch(config, |rank| {
-        let mut model = start::<M>(&rank)?;
+fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Plan) {
+    let ranks = launch(config, move |rank| {
+        let device = if recompute { rank.device().gradient_checkpointing() } else { rank.device() };
+        let mut model = start_on::<M>(&rank, device.clone())?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         let num_batches = rank.config().training.gradient_accumulation;
         // The first step learns the order of forward and agrees on it, the second is the first to prefetch.
@@ -30,7 +31,7 @@ fn count<M: Trial>(config: &Config) -> (Counted, Plan) {
                 rank.traffic().reset();
             }
             for batch in 0..num_batches {
-                let loss = model.loss(batch, share(&rank), &rank.device());
+                let loss = model.loss(batch, share(&rank), &device);
                 let gradients = model.backward(loss)?;
                 optim.step(0.01, &mut model, gradients)?;
             }
@@ -65,8 +66,8 @@ fn units(plan: &Plan, order: &[&str], num_ranks: u64) -> Vec<UnitTraffic> {
     order.iter().map(unit).collect()
 }
 
-fn assert_counts<M: Trial>(config: &Config, order: &[&str]) {
-    let (counted, plan) = count::<M>(config);
+fn assert_counts<M: Trial>(config: &Config, recompute: bool, order: &[&str]) {
+    let (counted, plan) = count::<M>(config, recompute);
     let num_ranks = config.world_size as u64;
     let model = TrafficModel {
         num_micro_batches: config.training.gradient_accumulation as u64,
@@ -90,9 +91,9 @@ const GPT: [&str; 7] = ["[tokens]", "root", "blocks.0", "blocks.0.feed", "blocks
 fn a_step_sends_what_the_traffic_model_says_at_every_stage_and_world_size() {
     for stage in Stage::ALL {
         for world_size in [1, 2, 3, 5] {
-            assert_counts::<Mlp>(&config(stage, world_size), &MLP);
-            assert_counts::<ConvNet>(&config(stage, world_size), &CONV_NET);
-            assert_counts::<Gpt>(&config(stage, world_size), &GPT);
+            assert_counts::<Mlp>(&config(stage, world_size), false, &MLP);
+            assert_counts::<ConvNet>(&config(stage, world_size), false, &CONV_NET);
+            assert_counts::<Gpt>(&config(stage, world_size), true, &GPT);
         }
     }
 }
@@ -102,9 +103,9 @@ fn prefetching_moves_gathers_and_adds_none() {
     for depth in [0, 1, 2, 20] {
         let mut config = config(Stage::Parameters, 2);
         (config.prefetch.forward, config.prefetch.backward) = (depth, depth);
-        assert_counts::<Mlp>(&config, &MLP);
-        assert_counts::<ConvNet>(&config, &CONV_NET);
-        assert_counts::<Gpt>(&config, &GPT);
+        assert_counts::<Mlp>(&config, false, &MLP);
+        assert_counts::<ConvNet>(&config, false, &CONV_NET);
+        assert_counts::<Gpt>(&config, true, &GPT);
     }
 }
 
@@ -113,7 +114,7 @@ fn micro_batches_are_reduced_as_often_as_the_mode_says() {
     for &accumulate in Accumulate::ALL {
         for stage in Stage::ALL {
             let training = TrainingConfig { gradient_accumulation: 3, accumulate, ..TrainingConfig::default() };
-            assert_counts::<Mlp>(&Config { training, ..config(stage, 2) }, &MLP);
+            assert_counts::<Mlp>(&Config { training, ..config(stage, 2) }, false, &MLP);
         }
     }
 }
@@ -124,7 +125,7 @@ fn stage_3_sends_one_and_a_half_times_what_the_others_send_less_what_stays_gathe
     for world_size in [2, 3, 5] {
         let others = world_size as u64 - 1;
         for stage in Stage::ALL {
-            let (counted, plan) = count::<ConvNet>(&config(stage, world_size));
+            let (counted, plan) = count::<ConvNet>(&config(stage, world_size), false);
             let num_params = plan.num_params() as u64;
             let len = |name: &str| {
                 let unit = plan.units().iter().position(|unit| unit.name == name).unwrap();
@@ -140,7 +141,7 @@ fn stage_3_sends_one_and_a_half_times_what_the_others_send_less_what_stays_gathe
 #[test]
 fn frozen_parameters_are_gathered_and_never_reduced() {
     for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
-        let (counted, plan) = count::<Layouts>(&config(stage, 3));
+        let (counted, plan) = count::<Layouts>(&config(stage, 3), false);
         let reduced = plan.params().iter().filter(|param| param.trainable && param.is_split());
         let reduced_len: usize = reduced.map(|param| param.layout.full_len()).sum();
         assert_eq!(counted.reduced_bytes, 4 * reduced_len as u64 * 2, "{stage}");

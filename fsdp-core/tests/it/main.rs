@@ -2,6 +2,7 @@
 
 mod conformance;
 mod failure;
+mod schedule;
 mod stream;
 mod streamed;
 mod traffic;

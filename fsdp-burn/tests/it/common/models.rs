@@ -376,3 +376,26 @@ impl Trial for Recurrent {
         distance(self.output.forward(x), batch, samples, device)
     }
 }
+
+/// A bias that is subtracted behind a mask: where the mask is zero its gradient is -0.0, which is a gradient all the
+/// same.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Masked {
+    #[shard(unit)]
+    bias: Param<Tensor<2>>,
+    output: Linear,
+}
+
+impl Trial for Masked {
+    fn build(device: &Device) -> Self {
+        Self { bias: Param::from_tensor(rows(60, 0..6, 7, device)), output: LinearConfig::new(7, 3).init(device) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        // From the second step on only the first rows of the bias have an effect.
+        let used = if batch == 0 { 6 } else { 2 };
+        let row = Tensor::<1, Int>::arange(0..6, device).reshape([6, 1]).repeat_dim(1, 7);
+        let bias = self.bias.val().neg().mask_fill(row.greater_equal_elem(used), 0.0).sum_dim(0);
+        distance(self.output.forward(rows(batch + 1, samples.clone(), 7, device) + bias), batch, samples, device)
+    }
+}

@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
+use burn::optim::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
 use burn::tensor::{Device, Gradients, Tensor};
 use fsdp_burn::{Config, Error, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch};
@@ -25,6 +27,10 @@ pub(crate) type Weights = Vec<(String, Vec<f32>)>;
 pub(crate) enum Optimizer {
     Sgd,
     AdamW,
+    /// SGD that clips each element of a gradient.
+    ValueClipping,
+    /// SGD, and AdamW at a rate of its own for paths with `hidden`.
+    Groups,
 }
 
 /// See [`Tolerance::weights`].
@@ -36,22 +42,36 @@ impl Optimizer {
     pub(crate) fn build(self) -> ModuleOptimizer {
         match self {
             Optimizer::Sgd => SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
+            // Bites: gradients of the trials are of order 0.1.
+            Optimizer::ValueClipping => {
+                let clipping = GradientClippingConfig::Value(0.005);
+                SgdConfig::new().with_gradient_clipping(Some(clipping)).init()
+            }
+            Optimizer::Groups => {
+                let adamw = AdamWConfig::new().with_epsilon(ADAMW_EPSILON as f32).build();
+                Optimizer::Sgd.build().with_group(ParamGroup::from_predicate("hidden"), adamw, None)
+            }
             Optimizer::AdamW => AdamWConfig::new().with_weight_decay(0.01).with_epsilon(ADAMW_EPSILON as f32).init(),
         }
     }
 
-    pub(crate) fn lr(self) -> f64 {
+    pub(crate) fn lr(self) -> ModuleLearningRate {
         match self {
-            Optimizer::Sgd => 0.05,
-            Optimizer::AdamW => 0.01,
+            Optimizer::Sgd | Optimizer::ValueClipping => 0.05.into(),
+            Optimizer::AdamW => 0.01.into(),
+            Optimizer::Groups => {
+                ModuleLrScheduler::new(0.05).with_group(ParamGroup::from_predicate("hidden"), 0.01).step()
+            }
         }
     }
 
     /// How far a sharded run may be from the oracle after [`STEPS`] steps.
     pub(crate) fn tolerance(self) -> Tolerance {
         match self {
-            Optimizer::Sgd => Tolerance { losses: 1e-5, weights: 1e-5, absolute: SGD_ABSOLUTE },
-            Optimizer::AdamW => Tolerance { losses: 1e-5, weights: 1e-5, absolute: ADAMW_ABSOLUTE },
+            Optimizer::Sgd | Optimizer::ValueClipping => {
+                Tolerance { losses: 1e-5, weights: 1e-5, absolute: SGD_ABSOLUTE }
+            }
+            Optimizer::AdamW | Optimizer::Groups => Tolerance { losses: 1e-5, weights: 1e-5, absolute: ADAMW_ABSOLUTE },
         }
     }
 }
@@ -184,7 +204,11 @@ where
 
 /// Builds and shards a model with the weights of [`plain_model`].
 pub(crate) fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
-    let device = rank.device();
+    start_on(rank, rank.device())
+}
+
+/// As [`start`], on another device than the rank's own.
+pub(crate) fn start_on<M: Trial>(rank: &Rank, device: Device) -> Result<ShardedModel<M>, Error> {
     // Only rank 0 reads its parameters, and so draws random numbers.
     let _turn = rank.is_main().then(|| seeded(&device, SEED));
     rank.shard(M::build(&device))

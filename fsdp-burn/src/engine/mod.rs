@@ -5,33 +5,32 @@
 //! once more. Its gradient comes to [`Engine::capture`] as a whole tensor; when the unit's gradients are complete they
 //! are reduced on another thread to this rank's block of the mean, which the optimizer turns into a new `stored`.
 //! At lower stages `stored` is the whole parameter and nothing is gathered; the rest of the way is the same.
-//!
-//! [Note: A missing gradient is minus zero]
-//! A parameter may get a gradient on some ranks only. The others must join the reduction all the same, and all must
-//! agree whether anyone had one, since an optimizer does not touch a parameter without gradient. A rank without one
-//! contributes -0.0: it is the true neutral element of addition (x + -0.0 is x for every x, +0.0 included), and a sum
-//! is -0.0 only if every term is. So a block that is -0.0 throughout had no gradient anywhere, and telling so costs no
-//! message.
+
+mod execute;
+mod missing;
+mod observe;
 
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, Flex, TensorMetadata};
-use burn::tensor::TensorData;
+use burn::backend::{Backend, Flex};
 use bytes::Bytes;
 use fsdp_core::{
     AbortCause, Accumulate, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan,
-    PlannedParam, PrefetchDepth, Reduce, ReducePart, Schedule, ShardLayout, UnitIndex,
+    PlannedParam, PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
 };
+
+use missing::is_missing;
+pub use observe::EngineStats;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
-use crate::host;
+use crate::host::{self, cut};
 use crate::links::Links;
+use observe::Computing;
 
 /// What the configuration says about gradients.
 #[derive(Clone, Copy, Debug)]
@@ -43,32 +42,6 @@ pub(crate) struct Settings {
     pub(crate) accumulation: usize,
 }
 
-/// What an engine has done since its start, or since a snapshot was taken.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct EngineStats {
-    /// Time that forward and backward stood still for a gather.
-    pub gather_wait: Duration,
-    /// Time that backward and the optimizer stood still for a reduction.
-    pub reduce_wait: Duration,
-    /// Time that the optimizer stood still for updated parameters of other ranks (stages 1 and 2).
-    pub publish_wait: Duration,
-    /// Time that the communication threads were busy, waiting for peers included.
-    pub communication: Duration,
-    /// Largest size of the parameters held, in bytes: blocks at stage 3, whole tensors below.
-    pub peak_parameter_bytes: usize,
-    /// Largest size of gathered units held at once, in bytes. Ranks of one process share each gathered unit.
-    pub peak_gathered_bytes: usize,
-    /// Largest size of gradients held at once, in bytes, before and after reduction.
-    pub peak_gradient_bytes: usize,
-}
-
-impl EngineStats {
-    /// Time that the model stood still for communication.
-    pub fn exposed(&self) -> Duration {
-        self.gather_wait + self.reduce_wait + self.publish_wait
-    }
-}
-
 /// See the module's documentation.
 pub(crate) struct Engine {
     plan: Plan,
@@ -78,6 +51,7 @@ pub(crate) struct Engine {
     held: Vec<bool>,
     links: Links,
     settings: Settings,
+    trace: Option<Arc<Trace>>,
     state: Mutex<State>,
     ladder: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -99,6 +73,7 @@ struct State {
     step: u64,
     /// Backwards since the last step.
     backwards: usize,
+    computing: Option<Computing>,
     stats: EngineStats,
 }
 
@@ -130,7 +105,14 @@ impl fmt::Debug for Engine {
 
 impl Engine {
     /// An engine over the parameters in `stored`, each as [`Plan::is_resident`] says: whole or this rank's block.
-    pub(crate) fn new(plan: Plan, shard_index: usize, dtypes: Vec<Dtype>, links: Links, settings: Settings) -> Self {
+    pub(crate) fn new(
+        plan: Plan,
+        shard_index: usize,
+        dtypes: Vec<Dtype>,
+        links: Links,
+        settings: Settings,
+        trace: Option<Arc<Trace>>,
+    ) -> Self {
         let schedule = Schedule::new(plan.stage(), &plan.unit_traits(), settings.depth);
         let num_params = plan.params().len();
         let state = State {
@@ -144,10 +126,12 @@ impl Engine {
             in_backward: false,
             step: 0,
             backwards: 0,
+            computing: None,
             stats: EngineStats::default(),
         };
         let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
-        Self { plan, shard_index, dtypes, held, links, settings, state: Mutex::new(state), ladder: Mutex::new(None) }
+        let (state, ladder) = (Mutex::new(state), Mutex::new(None));
+        Self { plan, shard_index, dtypes, held, links, settings, trace, state, ladder }
     }
 
     pub(crate) fn plan(&self) -> &Plan {
@@ -255,6 +239,7 @@ impl Engine {
         match result {
             Ok(value) => {
                 let mut state = self.lock();
+                self.rests(&mut state);
                 state.in_backward = false;
                 state.backwards += 1;
                 let actions = state.schedule.end_backward();
@@ -376,7 +361,12 @@ impl Engine {
             Use::Backward => state.schedule.backward(spec.unit),
             Use::Evaluate => state.schedule.evaluate(spec.unit),
         };
+        if !actions.is_empty() {
+            self.rests(&mut state);
+        }
         self.run(&mut state, actions)?;
+        let kind = if usage == Use::Backward { SpanKind::Backward } else { SpanKind::Forward };
+        self.computes(&mut state, kind, spec.unit);
         if self.plan.is_resident(spec) {
             return Ok(given);
         }
@@ -416,12 +406,18 @@ impl Engine {
         };
         state.local[param] = Some(sum);
         self.note_gradients(&mut state);
-        let actions = state.schedule.gradient(self.plan.params()[param].unit);
+        let unit = self.plan.params()[param].unit;
+        self.computes(&mut state, SpanKind::Backward, unit);
+        let actions = state.schedule.gradient(unit);
+        if !actions.is_empty() {
+            self.rests(&mut state);
+        }
         self.run(&mut state, actions)
     }
 
     fn begin_backward(&self) -> Result<(), Error> {
         let mut state = self.lock();
+        self.rests(&mut state);
         if state.schedule.needs_reduce_order() {
             let order = self.agree_on_order(state.schedule.expected_reduce_order(), state.step)?;
             state.schedule.set_reduce_order(order);
@@ -442,129 +438,6 @@ impl Engine {
         let agreed = self.links.control.broadcast(&tag, 0, mine)?;
         let unit = |chunk: &[u8; 8]| u64::from_le_bytes(*chunk) as UnitIndex;
         Ok(agreed.as_chunks::<8>().0.iter().map(unit).collect())
-    }
-
-    fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
-        for action in actions {
-            match action {
-                Action::Gather(unit) => {
-                    let parts: Vec<_> = self
-                        .cut_params(unit)
-                        .map(|(param, _)| self.gather_part(param, state.stored[param].clone()))
-                        .collect();
-                    let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
-                    let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
-                    state.units[unit].gathered = Gathered::UnderWay(pending);
-                    self.note_gathered(state);
-                }
-                Action::WaitGather(unit) => {
-                    if let Gathered::UnderWay(pending) = std::mem::take(&mut state.units[unit].gathered) {
-                        let (full, waited, busy) = wait(pending)?;
-                        state.stats.gather_wait += waited;
-                        state.stats.communication += busy;
-                        state.units[unit].gathered = Gathered::Yes(full);
-                    }
-                }
-                Action::Free(unit) => state.units[unit].gathered = Gathered::No,
-                Action::Reduce(unit) => self.start_reduce(state, unit),
-                Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
-                Action::Publish(unit) => {
-                    let parts: Vec<_> = self
-                        .split_trainable(unit)
-                        .map(|(param, spec)| {
-                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
-                        })
-                        .collect();
-                    if !parts.is_empty() {
-                        let tag = self.tag(state, Phase::Optimizer, unit);
-                        state.units[unit].publishing = Some(self.links.gather.all_gather(tag, parts));
-                    }
-                }
-                Action::WaitPublish(unit) => {
-                    if let Some(pending) = state.units[unit].publishing.take() {
-                        let (full, waited, busy) = wait(pending)?;
-                        state.stats.publish_wait += waited;
-                        state.stats.communication += busy;
-                        let params: Vec<_> = self.split_trainable(unit).map(|(param, _)| param).collect();
-                        for (param, full) in params.into_iter().zip(full) {
-                            state.stored[param] = full;
-                        }
-                    }
-                }
-                Action::Step(_) => unreachable!("the optimizer executes steps"),
-            }
-        }
-        Ok(())
-    }
-
-    /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
-    fn to_publish(&self, param: usize, spec: &PlannedParam, stored: &Bytes) -> Bytes {
-        let elem_bytes = self.dtypes[param].size_bytes();
-        if stored.len() == spec.layout.full_len() * elem_bytes {
-            cut(stored, &spec.layout, self.shard_index, elem_bytes)
-        } else {
-            stored.clone()
-        }
-    }
-
-    fn start_reduce(&self, state: &mut State, unit: UnitIndex) {
-        let mut split = Vec::new();
-        let mut whole = Vec::new();
-        let mut bytes = 0;
-        let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
-        for (param, spec) in params {
-            let full = match state.local[param].take() {
-                Some(gradient) => host::bytes_of(&gradient),
-                None => missing_gradient(spec.layout.full_len(), self.dtypes[param]),
-            };
-            bytes += full.len();
-            let part = |layout| ReducePart { full, layout, dtype: self.dtypes[param] };
-            if spec.is_split() {
-                split.push(part(spec.layout));
-            } else {
-                let world_size = self.links.reduce_world.world_size();
-                whole.push(part(ShardLayout::new(spec.layout.shape(), 0, world_size)));
-            }
-        }
-        let job = ReduceJob {
-            split,
-            whole,
-            tag: self.tag(state, Phase::Backward, unit),
-            reduce: self.reduce(),
-            shard: self.links.reduce_shard.clone(),
-            replicas: self.links.reduce_replicas.clone(),
-        };
-        state.units[unit].reducing_bytes = bytes;
-        state.units[unit].reducing = Some(self.links.reduce.submit(move |world| job.run(world)));
-        self.note_gradients(state);
-    }
-
-    fn finish_reduce(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
-        let Some(pending) = state.units[unit].reducing.take() else { return Ok(()) };
-        let (reduced, waited, busy) = wait(pending)?;
-        state.stats.reduce_wait += waited;
-        state.stats.communication += busy;
-        state.units[unit].reducing_bytes = 0;
-        let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
-        let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
-        for (param, new) in params.into_iter().zip(reduced) {
-            let sum = match state.reduced[param].take() {
-                Some(old) => self.add(param, old, new),
-                None => new,
-            };
-            state.reduced[param] = Some(sum);
-        }
-        self.note_gradients(state);
-        Ok(())
-    }
-
-    fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {
-        let dtype = self.dtypes[param];
-        let flat = |bytes: Bytes| {
-            let len = bytes.len() / dtype.size_bytes();
-            host::flex_tensor(bytes, &[len], dtype)
-        };
-        host::bytes_of(&Flex::float_add(flat(a), flat(b)))
     }
 
     fn gather_part(&self, param: usize, shard: Bytes) -> GatherPart {
@@ -593,30 +466,6 @@ impl Engine {
         self.plan.units()[unit].params.iter().map(|&param| (param, &self.plan.params()[param]))
     }
 
-    fn note_gathered(&self, state: &mut State) {
-        let gathered = |unit: UnitIndex| -> usize {
-            self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
-        };
-        let held = (0..state.units.len()).filter(|&unit| !matches!(state.units[unit].gathered, Gathered::No));
-        let bytes = held.map(gathered).sum();
-        state.stats.peak_gathered_bytes = state.stats.peak_gathered_bytes.max(bytes);
-        let stored = state.stored.iter().map(Bytes::len).sum();
-        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
-    }
-
-    fn note_gradients(&self, state: &mut State) {
-        let size = |(param, gradient): (usize, &Option<FlexTensor>)| match gradient {
-            Some(gradient) => gradient.shape().num_elements() * self.dtypes[param].size_bytes(),
-            None => 0,
-        };
-        let local: usize = state.local.iter().enumerate().map(size).sum();
-        let reducing: usize = state.units.iter().map(|unit| unit.reducing_bytes).sum();
-        let reduced: usize = state.reduced.iter().flatten().map(Bytes::len).sum();
-        state.stats.peak_gradient_bytes = state.stats.peak_gradient_bytes.max(local + reducing + reduced);
-        let stored = state.stored.iter().map(Bytes::len).sum();
-        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
-    }
-
     /// What is done with each sum over ranks.
     fn reduce(&self) -> Reduce {
         if self.reduces_to_mean() { Reduce::mean(self.links.reduce_world.world_size()) } else { Reduce::SUM }
@@ -629,84 +478,9 @@ impl Engine {
     /// Ends the other ranks, and unwinds without a panic message.
     fn fail(&self, error: Error) -> ! {
         let rank = self.links.control.rank();
-        if !matches!(error, Error::Comm(CommError::Aborted { .. })) {
+        if !error.is_consequence() {
             self.links.control.abort(AbortCause::RankFailed { rank, message: error.to_string() });
         }
         std::panic::resume_unwind(Box::new(EngineFailed(error)))
     }
-}
-
-/// One unit's reduction, as it runs on the communication thread.
-struct ReduceJob {
-    split: Vec<ReducePart>,
-    whole: Vec<ReducePart>,
-    tag: OpTag,
-    reduce: Reduce,
-    shard: Arc<dyn fsdp_core::Communicator>,
-    replicas: Option<Arc<dyn fsdp_core::Communicator>>,
-}
-
-impl ReduceJob {
-    /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum.
-    fn run(self, world: &dyn fsdp_core::Communicator) -> Result<Vec<Bytes>, CommError> {
-        let mut reduced = Vec::new();
-        if !self.split.is_empty() {
-            reduced = match &self.replicas {
-                None => self.shard.reduce_scatter(&self.tag, &self.split, self.reduce)?,
-                Some(replicas) => {
-                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::SUM)?;
-                    let part = |(block, part): (Bytes, &ReducePart)| {
-                        let len = block.len() / part.dtype.size_bytes();
-                        let layout = ShardLayout::new(&[len], 0, replicas.world_size());
-                        ReducePart { full: block, layout, dtype: part.dtype }
-                    };
-                    let parts: Vec<_> = blocks.into_iter().zip(&self.split).map(part).collect();
-                    replicas.all_reduce(&self.tag, &parts, self.reduce)?
-                }
-            };
-        }
-        if !self.whole.is_empty() {
-            reduced.extend(world.all_reduce(&self.tag, &self.whole, self.reduce)?);
-        }
-        Ok(reduced)
-    }
-}
-
-/// The result, how long the caller stood still for it, and how long the communication thread was busy with it.
-fn wait<T>(pending: Pending<T>) -> Result<(T, Duration, Duration), CommError> {
-    let (value, timing) = pending.wait_timed();
-    Ok((value?, timing.blocked, timing.finished.duration_since(timing.started)))
-}
-
-/// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.
-pub(crate) fn cut(full: &Bytes, layout: &ShardLayout, rank: usize, elem_bytes: usize) -> Bytes {
-    let mut runs = layout.runs(rank).map(|run| run.start * elem_bytes..run.end * elem_bytes);
-    match (runs.next(), runs.next()) {
-        (None, _) => Bytes::new(),
-        (Some(run), None) => full.slice(run),
-        (Some(first), Some(second)) => {
-            let mut block = Vec::with_capacity(layout.shard_len(rank) * elem_bytes);
-            for run in [first, second].into_iter().chain(runs) {
-                block.extend_from_slice(&full[run]);
-            }
-            Bytes::from(block)
-        }
-    }
-}
-
-/// See [Note: A missing gradient is minus zero].
-fn missing_gradient(len: usize, dtype: Dtype) -> Bytes {
-    host::elements(match dtype {
-        Dtype::F32 => TensorData::new(vec![-0.0_f32; len], [len]),
-        Dtype::F64 => TensorData::new(vec![-0.0_f64; len], [len]),
-    })
-}
-
-/// See [Note: A missing gradient is minus zero]. The first element tells nearly always.
-fn is_missing(gradient: &Bytes, dtype: Dtype) -> bool {
-    let minus_zero: &[u8] = match dtype {
-        Dtype::F32 => &(-0.0_f32).to_ne_bytes(),
-        Dtype::F64 => &(-0.0_f64).to_ne_bytes(),
-    };
-    !gradient.is_empty() && gradient.chunks_exact(minus_zero.len()).all(|element| element == minus_zero)
 }

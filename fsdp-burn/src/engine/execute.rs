@@ -1,0 +1,170 @@
+//! Executes the schedule's actions: what moves, from which buffers to which.
+
+use std::sync::Arc;
+
+use burn::backend::Flex;
+use burn::backend::ops::FloatTensorOps;
+use bytes::Bytes;
+use fsdp_core::{
+    Action, CommError, Communicator, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout, SpanKind, UnitIndex,
+};
+
+use super::missing::{missing_gradient, present_gradient};
+use super::{Engine, Gathered, State};
+use crate::Error;
+use crate::host::{self, cut};
+
+impl Engine {
+    pub(super) fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
+        for action in actions {
+            match action {
+                Action::Gather(unit) => {
+                    let parts: Vec<_> = self
+                        .cut_params(unit)
+                        .map(|(param, _)| self.gather_part(param, state.stored[param].clone()))
+                        .collect();
+                    let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
+                    let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
+                    state.units[unit].gathered = Gathered::UnderWay(pending);
+                    self.note_gathered(state);
+                }
+                Action::WaitGather(unit) => {
+                    if let Gathered::UnderWay(pending) = std::mem::take(&mut state.units[unit].gathered) {
+                        let full = self.wait(state, SpanKind::Gather, unit, pending)?;
+                        state.units[unit].gathered = Gathered::Yes(full);
+                    }
+                }
+                Action::Free(unit) => state.units[unit].gathered = Gathered::No,
+                Action::Reduce(unit) => self.start_reduce(state, unit),
+                Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
+                Action::Publish(unit) => {
+                    let parts: Vec<_> = self
+                        .split_trainable(unit)
+                        .map(|(param, spec)| {
+                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
+                        })
+                        .collect();
+                    if !parts.is_empty() {
+                        let tag = self.tag(state, Phase::Optimizer, unit);
+                        state.units[unit].publishing = Some(self.links.gather.all_gather(tag, parts));
+                    }
+                }
+                Action::WaitPublish(unit) => {
+                    if let Some(pending) = state.units[unit].publishing.take() {
+                        let full = self.wait(state, SpanKind::Publish, unit, pending)?;
+                        let params: Vec<_> = self.split_trainable(unit).map(|(param, _)| param).collect();
+                        for (param, full) in params.into_iter().zip(full) {
+                            state.stored[param] = full;
+                        }
+                    }
+                }
+                Action::Step(_) => unreachable!("the optimizer executes steps"),
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
+    fn to_publish(&self, param: usize, spec: &PlannedParam, stored: &Bytes) -> Bytes {
+        let elem_bytes = self.dtypes[param].size_bytes();
+        if stored.len() == spec.layout.full_len() * elem_bytes {
+            cut(stored, &spec.layout, self.shard_index, elem_bytes)
+        } else {
+            stored.clone()
+        }
+    }
+
+    fn start_reduce(&self, state: &mut State, unit: UnitIndex) {
+        let mut split = Vec::new();
+        let mut whole = Vec::new();
+        let mut bytes = 0;
+        let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
+        for (param, spec) in params {
+            let full = match state.local[param].take() {
+                Some(gradient) => present_gradient(gradient, &spec.layout, self.dtypes[param]),
+                None => missing_gradient(spec.layout.full_len(), self.dtypes[param]),
+            };
+            bytes += full.len();
+            let part = |layout| ReducePart { full, layout, dtype: self.dtypes[param] };
+            if spec.is_split() {
+                split.push(part(spec.layout));
+            } else {
+                let world_size = self.links.reduce_world.world_size();
+                whole.push(part(ShardLayout::new(spec.layout.shape(), 0, world_size)));
+            }
+        }
+        let job = ReduceJob {
+            split,
+            whole,
+            tag: self.tag(state, Phase::Backward, unit),
+            reduce: self.reduce(),
+            shard: self.links.reduce_shard.clone(),
+            replicas: self.links.reduce_replicas.clone(),
+        };
+        state.units[unit].reducing_bytes = bytes;
+        state.units[unit].reducing = Some(self.links.reduce.submit(move |world| job.run(world)));
+        self.note_gradients(state);
+    }
+
+    fn finish_reduce(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
+        let Some(pending) = state.units[unit].reducing.take() else { return Ok(()) };
+        let reduced = self.wait(state, SpanKind::Reduce, unit, pending)?;
+        state.units[unit].reducing_bytes = 0;
+        let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
+        let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
+        for (param, new) in params.into_iter().zip(reduced) {
+            let sum = match state.reduced[param].take() {
+                Some(old) => self.add(param, old, new),
+                None => new,
+            };
+            state.reduced[param] = Some(sum);
+        }
+        self.note_gradients(state);
+        Ok(())
+    }
+
+    fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {
+        let dtype = self.dtypes[param];
+        let flat = |bytes: Bytes| {
+            let len = bytes.len() / dtype.size_bytes();
+            host::flex_tensor(bytes, &[len], dtype)
+        };
+        host::bytes_of(&Flex::float_add(flat(a), flat(b)))
+    }
+}
+
+/// One unit's reduction, as it runs on the communication thread.
+struct ReduceJob {
+    split: Vec<ReducePart>,
+    whole: Vec<ReducePart>,
+    tag: OpTag,
+    reduce: Reduce,
+    shard: Arc<dyn Communicator>,
+    replicas: Option<Arc<dyn Communicator>>,
+}
+
+impl ReduceJob {
+    /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum.
+    fn run(self, world: &dyn Communicator) -> Result<Vec<Bytes>, CommError> {
+        let mut reduced = Vec::new();
+        if !self.split.is_empty() {
+            reduced = match &self.replicas {
+                None => self.shard.reduce_scatter(&self.tag, &self.split, self.reduce)?,
+                Some(replicas) => {
+                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::SUM)?;
+                    let part = |(block, part): (Bytes, &ReducePart)| {
+                        let len = block.len() / part.dtype.size_bytes();
+                        let layout = ShardLayout::new(&[len], 0, replicas.world_size());
+                        ReducePart { full: block, layout, dtype: part.dtype }
+                    };
+                    let parts: Vec<_> = blocks.into_iter().zip(&self.split).map(part).collect();
+                    replicas.all_reduce(&self.tag, &parts, self.reduce)?
+                }
+            };
+        }
+        if !self.whole.is_empty() {
+            reduced.extend(world.all_reduce(&self.tag, &self.whole, self.reduce)?);
+        }
+        Ok(reduced)
+    }
+}

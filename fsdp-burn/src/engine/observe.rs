@@ -1,0 +1,145 @@
+//! What an engine can tell of itself: waits, sizes, and a trace.
+
+use std::time::{Duration, Instant};
+
+use burn::backend::TensorMetadata;
+use burn::backend::flex::FlexTensor;
+use bytes::Bytes;
+use fsdp_core::{Pending, PlannedParam, Span, SpanKind, TraceStream, UnitIndex};
+
+use super::{Engine, Gathered, State};
+use crate::Error;
+
+/// What an engine has done since its start, or since a snapshot was taken.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EngineStats {
+    /// Time that forward and backward stood still for a gather.
+    pub gather_wait: Duration,
+    /// Time that backward and the optimizer stood still for a reduction.
+    pub reduce_wait: Duration,
+    /// Time that the optimizer stood still for updated parameters of other ranks (stages 1 and 2).
+    pub publish_wait: Duration,
+    /// Time that the communication threads were busy, waiting for peers included.
+    pub communication: Duration,
+    /// Largest size of the parameters held, in bytes: blocks at stage 3, whole tensors below.
+    pub peak_parameter_bytes: usize,
+    /// Largest size of gathered units held at once, in bytes. Ranks of one process share each gathered unit.
+    pub peak_gathered_bytes: usize,
+    /// Largest size of gradients held at once, in bytes, before and after reduction.
+    pub peak_gradient_bytes: usize,
+}
+
+impl EngineStats {
+    /// Time that the model stood still for communication.
+    pub fn exposed(&self) -> Duration {
+        self.gather_wait + self.reduce_wait + self.publish_wait
+    }
+}
+
+/// What the rank's own thread computes at the moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Computing {
+    kind: SpanKind,
+    unit: UnitIndex,
+    start: Instant,
+}
+
+impl Engine {
+    /// Waits for an operation, and counts how long the caller stood still and how long the communication thread was busy.
+    pub(super) fn wait<T>(
+        &self,
+        state: &mut State,
+        kind: SpanKind,
+        unit: UnitIndex,
+        pending: Pending<T>,
+    ) -> Result<T, Error> {
+        let span = tracing::trace_span!("wait", kind = kind.name(), unit = self.plan.units()[unit].name).entered();
+        let (value, timing) = pending.wait_timed();
+        drop(span);
+        let value = value?;
+        let stats = &mut state.stats;
+        let waited = match kind {
+            SpanKind::Gather => &mut stats.gather_wait,
+            SpanKind::Reduce => &mut stats.reduce_wait,
+            _ => &mut stats.publish_wait,
+        };
+        *waited += timing.blocked;
+        stats.communication += timing.finished.duration_since(timing.started);
+        self.record(state, kind, unit, (timing.started, timing.finished), |span| {
+            let elem_bytes = |param: usize| self.dtypes[param].size_bytes();
+            let bytes = |(param, spec): (usize, &PlannedParam)| spec.layout.full_len() * elem_bytes(param);
+            span.bytes = self.params_of(unit).map(bytes).sum::<usize>() as u64;
+            span.stream = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };
+        });
+        if !timing.blocked.is_zero() {
+            let now = Instant::now();
+            self.record(state, SpanKind::Wait, unit, (now - timing.blocked, now), |_| ());
+        }
+        Ok(value)
+    }
+
+    /// The rank's own thread computes for `unit` from now on.
+    pub(super) fn computes(&self, state: &mut State, kind: SpanKind, unit: UnitIndex) {
+        if self.trace.is_some() && state.computing.is_none_or(|now| (now.kind, now.unit) != (kind, unit)) {
+            self.rests(state);
+            state.computing = Some(Computing { kind, unit, start: Instant::now() });
+        }
+    }
+
+    /// The rank's own thread waits, or does something else.
+    pub(super) fn rests(&self, state: &mut State) {
+        if let Some(Computing { kind, unit, start }) = state.computing.take() {
+            self.record(state, kind, unit, (start, Instant::now()), |_| ());
+        }
+    }
+
+    /// Runs the optimizer's work on `unit` as a span of its own.
+    pub(crate) fn stepping<T>(&self, unit: UnitIndex, step: impl FnOnce() -> T) -> T {
+        let _span = tracing::trace_span!("step", unit = self.plan.units()[unit].name).entered();
+        let start = Instant::now();
+        let result = step();
+        self.record(&self.lock(), SpanKind::Step, unit, (start, Instant::now()), |_| ());
+        result
+    }
+
+    /// Adds a span of the rank's own thread to the trace, changed by `change`; does nothing without a trace.
+    fn record(
+        &self,
+        state: &State,
+        kind: SpanKind,
+        unit: UnitIndex,
+        (start, end): (Instant, Instant),
+        change: impl FnOnce(&mut Span),
+    ) {
+        let Some(trace) = &self.trace else { return };
+        let (rank, name) = (self.links.control.rank(), self.plan.units()[unit].name.clone());
+        let stream = TraceStream::Compute;
+        let mut span = Span { rank, stream, kind, unit: name, step: state.step, bytes: 0, start, end };
+        change(&mut span);
+        trace.add(span);
+    }
+
+    pub(super) fn note_gathered(&self, state: &mut State) {
+        let gathered = |unit: UnitIndex| -> usize {
+            self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
+        };
+        let held = (0..state.units.len()).filter(|&unit| !matches!(state.units[unit].gathered, Gathered::No));
+        let bytes = held.map(gathered).sum();
+        state.stats.peak_gathered_bytes = state.stats.peak_gathered_bytes.max(bytes);
+        let stored = state.stored.iter().map(Bytes::len).sum();
+        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
+    }
+
+    pub(super) fn note_gradients(&self, state: &mut State) {
+        let size = |(param, gradient): (usize, &Option<FlexTensor>)| match gradient {
+            Some(gradient) => gradient.shape().num_elements() * self.dtypes[param].size_bytes(),
+            None => 0,
+        };
+        let local: usize = state.local.iter().enumerate().map(size).sum();
+        let reducing: usize = state.units.iter().map(|unit| unit.reducing_bytes).sum();
+        let reduced: usize = state.reduced.iter().flatten().map(Bytes::len).sum();
+        state.stats.peak_gradient_bytes = state.stats.peak_gradient_bytes.max(local + reducing + reduced);
+        let stored = state.stored.iter().map(Bytes::len).sum();
+        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
+    }
+}

@@ -1,0 +1,470 @@
+//! The schedule: which actions it answers with, in which order, and that no sequence of calls breaks it.
+
+use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
+use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
+use proptest::prelude::*;
+
+const UNIT: UnitTraits = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None };
+const KEPT: UnitTraits = UnitTraits { keep: true, ..UNIT };
+/// At stages 0 to 2 every unit is there all the time.
+const RESIDENT: UnitTraits = UnitTraits { gathered_on_use: false, ..UNIT };
+
+fn schedule(units: &[UnitTraits], depth: usize) -> Schedule {
+    Schedule::new(Stage::Parameters, units, PrefetchDepth { forward: depth, backward: depth })
+}
+
+/// A forward over `order`, each use with one gradient to come.
+fn forward(schedule: &mut Schedule, order: &[UnitIndex]) -> Vec<Action> {
+    let mut actions = Vec::new();
+    for &unit in order {
+        actions.extend(schedule.forward(unit));
+        schedule.gradient_expected(unit);
+    }
+    actions
+}
+
+/// The backward of [`forward`]: each unit asked for, then its gradient.
+fn backward(schedule: &mut Schedule, order: &[UnitIndex]) -> Vec<Action> {
+    if schedule.needs_reduce_order() {
+        let order = schedule.expected_reduce_order();
+        schedule.set_reduce_order(order);
+    }
+    schedule.begin_backward(true);
+    let mut actions = Vec::new();
+    for &unit in order.iter().rev() {
+        actions.extend(schedule.backward(unit));
+        actions.extend(schedule.gradient(unit));
+    }
+    actions.extend(schedule.end_backward());
+    actions
+}
+
+/// Two steps over `order`, after which all orders are known, and the actions of a third: forward, backward, step.
+fn third_step(schedule: &mut Schedule, order: &[UnitIndex]) -> [Vec<Action>; 3] {
+    for _ in 0..2 {
+        forward(schedule, order);
+        backward(schedule, order);
+        schedule.step();
+    }
+    [forward(schedule, order), backward(schedule, order), schedule.step()]
+}
+
+#[test]
+fn each_state_takes_the_calls_of_the_diagram_and_refuses_the_others() {
+    use UnitState::{Gathered, Gathering, Sharded};
+    type Call = fn(&mut UnitState) -> Result<(), fsdp_core::WrongOrder>;
+    let calls: [(&str, Call); 3] =
+        [("start a gather", UnitState::gather), ("finish a gather", UnitState::arrived), ("be freed", UnitState::free)];
+    for (from, expected) in [
+        (Sharded, [Some(Gathering), None, None]),
+        (Gathering, [None, Some(Gathered), Some(Sharded)]),
+        (Gathered, [None, None, Some(Sharded)]),
+    ] {
+        for ((name, call), expected) in calls.iter().zip(expected) {
+            let mut state = from;
+            match (call(&mut state), expected) {
+                (Ok(()), Some(to)) => assert_eq!(state, to, "{from:?}, {name}"),
+                (Err(error), None) => {
+                    assert_eq!(state, from, "a refusal changes nothing");
+                    assert_eq!((error.from, error.call), (from, *name));
+                    assert_eq!(error.to_string(), format!("a unit that is {from:?} cannot {name}"));
+                }
+                (result, expected) => panic!("{from:?}, {name}: {result:?}, expected {expected:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
+    let [forward, backward, step] = third_step(&mut schedule(&[UNIT; 3], 0), &[0, 1, 2]);
+    assert_eq!(
+        forward,
+        [Gather(0), WaitGather(0), Free(0), Gather(1), WaitGather(1), Free(1), Gather(2), WaitGather(2)]
+    );
+    // The last unit of forward is still here. A reduction waits for the one before it.
+    assert_eq!(
+        backward,
+        [
+            Free(2),
+            Reduce(2),
+            Gather(1),
+            WaitGather(1),
+            Free(1),
+            WaitReduce(2),
+            Reduce(1),
+            Gather(0),
+            WaitGather(0),
+            Free(0),
+            WaitReduce(1),
+            Reduce(0)
+        ]
+    );
+    assert_eq!(step, [Step(2), Step(1), WaitReduce(0), Step(0)]);
+}
+
+#[test]
+fn prefetching_one_unit_gathers_it_while_the_one_before_computes() {
+    let [forward, backward, _] = third_step(&mut schedule(&[UNIT; 4], 1), &[0, 1, 2, 3]);
+    assert_eq!(
+        forward,
+        [
+            Gather(0),
+            Gather(1),
+            WaitGather(0),
+            Free(0),
+            Gather(2),
+            WaitGather(1),
+            Free(1),
+            Gather(3),
+            WaitGather(2),
+            Free(2),
+            WaitGather(3)
+        ]
+    );
+    assert_eq!(
+        backward,
+        [
+            Gather(2),
+            Free(3),
+            Reduce(3),
+            Gather(1),
+            WaitGather(2),
+            Free(2),
+            WaitReduce(3),
+            Reduce(2),
+            Gather(0),
+            WaitGather(1),
+            Free(1),
+            WaitReduce(2),
+            Reduce(1),
+            WaitGather(0),
+            Free(0),
+            WaitReduce(1),
+            Reduce(0)
+        ]
+    );
+}
+
+#[test]
+fn prefetching_two_units_has_three_under_way() {
+    let [forward, _, _] = third_step(&mut schedule(&[UNIT; 4], 2), &[0, 1, 2, 3]);
+    assert_eq!(
+        forward,
+        [
+            Gather(0),
+            Gather(1),
+            Gather(2),
+            WaitGather(0),
+            Free(0),
+            Gather(3),
+            WaitGather(1),
+            Free(1),
+            WaitGather(2),
+            Free(2),
+            WaitGather(3)
+        ]
+    );
+}
+
+#[test]
+fn a_unit_that_sets_its_own_depth_prefetches_as_many() {
+    let eager = UnitTraits { prefetch: Some(2), ..UNIT };
+    let [forward, _, _] = third_step(&mut schedule(&[eager, UNIT, UNIT, UNIT], 0), &[0, 1, 2, 3]);
+    assert_eq!(forward[..4], [Gather(0), Gather(1), Gather(2), WaitGather(0)]);
+}
+
+#[test]
+fn the_first_forward_learns_the_order_and_prefetches_nothing() {
+    let mut schedule = schedule(&[UNIT; 3], 2);
+    assert_eq!(
+        forward(&mut schedule, &[2, 0, 1]),
+        [Gather(2), WaitGather(2), Free(2), Gather(0), WaitGather(0), Free(0), Gather(1), WaitGather(1)]
+    );
+    backward(&mut schedule, &[2, 0, 1]);
+    schedule.step();
+    assert_eq!(schedule.forward(2), [Gather(2), Gather(0), Gather(1), WaitGather(2)]);
+}
+
+#[test]
+fn a_wrong_prefetch_costs_a_gather_and_nothing_else() {
+    let mut schedule = schedule(&[UNIT; 3], 1);
+    third_step(&mut schedule, &[0, 1, 2]);
+    // The model now skips unit 1, which had been gathered ahead.
+    assert_eq!(
+        forward(&mut schedule, &[0, 2]),
+        [Gather(0), Gather(1), WaitGather(0), Free(0), Free(1), Gather(2), WaitGather(2)]
+    );
+    let actions = backward(&mut schedule, &[0, 2]);
+    assert!(actions.contains(&Reduce(1)), "peers may have used the unit: {actions:?}");
+    schedule.step();
+    // The new order is learned.
+    assert_eq!(forward(&mut schedule, &[0, 2]), [Gather(0), Gather(2), WaitGather(0), Free(0), WaitGather(2)]);
+}
+
+#[test]
+fn a_unit_used_twice_is_reduced_once_after_its_last_gradient() {
+    let mut schedule = schedule(&[UNIT; 2], 0);
+    let order = [0, 1, 0, 1];
+    let [_, backward, _] = third_step(&mut schedule, &order);
+    // Unit 1 stays between its two backwards, because a gradient is still to come.
+    assert_eq!(backward, [Gather(0), WaitGather(0), Free(1), Reduce(1), Free(0), WaitReduce(1), Reduce(0)]);
+}
+
+#[test]
+fn an_unused_unit_is_not_gathered_and_its_reduction_comes_last() {
+    let mut schedule = schedule(&[UNIT; 3], 1);
+    let [forward, backward, step] = third_step(&mut schedule, &[0, 2]);
+    assert!(!forward.contains(&Gather(1)) && !backward.contains(&Gather(1)));
+    assert_eq!(backward.last(), Some(&Reduce(1)));
+    assert!(step.contains(&Step(1)), "the engine knows whether a peer had a gradient");
+}
+
+#[test]
+fn a_kept_unit_is_gathered_once_and_freed_when_its_gradients_are_there() {
+    let [forward, backward, _] = third_step(&mut schedule(&[UNIT, KEPT, UNIT], 0), &[0, 1, 2]);
+    assert!(!forward.contains(&Free(1)));
+    assert!(!backward.contains(&Gather(1)));
+    assert_eq!(backward[..5], [Free(2), Reduce(2), Free(1), WaitReduce(2), Reduce(1)]);
+}
+
+#[test]
+fn a_frozen_unit_is_gathered_and_never_reduced_or_stepped() {
+    let frozen = UnitTraits { trainable: false, ..UNIT };
+    let mut schedule = schedule(&[UNIT, frozen], 0);
+    schedule.forward(0);
+    schedule.gradient_expected(0);
+    assert!(schedule.forward(1).contains(&Gather(1)));
+    assert_eq!(schedule.expected_reduce_order(), [0]);
+    schedule.set_reduce_order(vec![0]);
+    schedule.begin_backward(true);
+    schedule.backward(1);
+    assert_eq!(schedule.backward(0), [Free(1), Gather(0), WaitGather(0)], "no gradient of unit 1 is to come");
+    assert_eq!(schedule.gradient(0), [Free(0), Reduce(0)]);
+    assert_eq!(schedule.end_backward(), []);
+    assert_eq!(schedule.step(), [WaitReduce(0), Step(0)]);
+}
+
+#[test]
+fn stage_1_reduces_when_backward_ends_and_stage_2_as_gradients_appear() {
+    for (stage, at_the_end) in [(Stage::OptimizerState, true), (Stage::Gradients, false), (Stage::Ddp, false)] {
+        let mut schedule = Schedule::new(stage, &[RESIDENT; 2], PrefetchDepth { forward: 1, backward: 1 });
+        assert_eq!(forward(&mut schedule, &[0, 1]), [], "nothing is gathered at {stage}");
+        schedule.set_reduce_order(vec![1, 0]);
+        schedule.begin_backward(true);
+        let during = [schedule.gradient(1), schedule.gradient(0)].concat();
+        let end = schedule.end_backward();
+        let all = [Reduce(1), WaitReduce(1), Reduce(0)];
+        assert_eq!((&during[..], &end[..]), if at_the_end { (&[][..], &all[..]) } else { (&all[..], &[][..]) });
+        let step = schedule.step();
+        match stage {
+            Stage::Ddp => assert_eq!(step, [Step(1), WaitReduce(0), Step(0)]),
+            _ => assert_eq!(
+                step,
+                [Step(1), Publish(1), WaitReduce(0), Step(0), Publish(0), WaitPublish(1), WaitPublish(0)]
+            ),
+        }
+    }
+}
+
+#[test]
+fn gradients_that_come_out_of_order_wait_for_their_turn() {
+    let mut schedule = schedule(&[UNIT; 3], 0);
+    forward(&mut schedule, &[0, 1, 2]);
+    schedule.set_reduce_order(vec![2, 1, 0]);
+    schedule.begin_backward(true);
+    assert_eq!(schedule.gradient(0), []);
+    assert_eq!(schedule.gradient(2), [Free(2), Reduce(2)]);
+    assert_eq!(schedule.gradient(1), [WaitReduce(2), Reduce(1), WaitReduce(1), Reduce(0)]);
+}
+
+/// Without this a unit would be reduced before the last micro-batch has added its gradients.
+#[test]
+fn a_backward_without_reduction_leaves_nothing_ready_for_the_next() {
+    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth { forward: 0, backward: 0 });
+    forward(&mut schedule, &[0, 1]);
+    schedule.set_reduce_order(vec![1, 0]);
+    schedule.begin_backward(false);
+    assert_eq!([schedule.gradient(1), schedule.gradient(0), schedule.end_backward()].concat(), []);
+    forward(&mut schedule, &[0, 1]);
+    schedule.begin_backward(true);
+    assert_eq!(schedule.gradient(1), [Reduce(1)]);
+    assert_eq!(schedule.gradient(0), [WaitReduce(1), Reduce(0)]);
+}
+
+#[test]
+fn an_incomplete_window_is_reduced_on_demand() {
+    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth { forward: 0, backward: 0 });
+    forward(&mut schedule, &[0, 1]);
+    schedule.set_reduce_order(vec![1, 0]);
+    schedule.begin_backward(false);
+    schedule.gradient(1);
+    schedule.end_backward();
+    assert_eq!(schedule.reduce_rest(), [Reduce(1), WaitReduce(1), Reduce(0)]);
+    assert_eq!(schedule.finish_reduces(), [WaitReduce(0)]);
+}
+
+#[test]
+fn evaluation_uses_the_order_and_leaves_it_alone() {
+    let mut schedule = schedule(&[UNIT; 3], 1);
+    third_step(&mut schedule, &[0, 1, 2]);
+    let evaluated: Vec<Action> = [0, 1, 2].iter().flat_map(|&unit| schedule.evaluate(unit)).collect();
+    assert_eq!(
+        evaluated,
+        [Gather(0), Gather(1), WaitGather(0), Free(0), Gather(2), WaitGather(1), Free(1), WaitGather(2)]
+    );
+    schedule.evaluate(1);
+    schedule.forget_gathered();
+    let expected = third_step(&mut self::schedule(&[UNIT; 3], 1), &[0, 1, 2])[0].clone();
+    assert_eq!(forward(&mut schedule, &[0, 1, 2]), expected);
+}
+
+/// A call of the model, as the engine hands it on.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Forward(UnitIndex),
+    Evaluate(UnitIndex),
+    BeginBackward(bool),
+    Backward(UnitIndex),
+    Gradient(UnitIndex),
+    EndBackward,
+    Finish,
+    Step,
+}
+
+const NUM_UNITS: usize = 4;
+
+fn any_call() -> impl Strategy<Value = Call> {
+    prop_oneof![
+        4 => (0..NUM_UNITS).prop_map(Call::Forward),
+        1 => (0..NUM_UNITS).prop_map(Call::Evaluate),
+        1 => any::<bool>().prop_map(Call::BeginBackward),
+        4 => (0..NUM_UNITS).prop_map(Call::Backward),
+        4 => (0..NUM_UNITS).prop_map(Call::Gradient),
+        2 => Just(Call::EndBackward),
+        1 => Just(Call::Finish),
+        1 => Just(Call::Step),
+    ]
+}
+
+/// Executes actions as an engine would, and fails where one does not fit what is there.
+#[derive(Default)]
+struct Checker {
+    gathered: [bool; NUM_UNITS],
+    under_way: [bool; NUM_UNITS],
+    reducing: [bool; NUM_UNITS],
+    publishing: [bool; NUM_UNITS],
+}
+
+impl Checker {
+    fn run(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Gather(unit) => {
+                    assert!(!self.gathered[unit] && !self.under_way[unit], "{unit} is gathered twice");
+                    self.under_way[unit] = true;
+                }
+                WaitGather(unit) => {
+                    assert!(std::mem::take(&mut self.under_way[unit]), "no gather of {unit} is under way");
+                    self.gathered[unit] = true;
+                }
+                Free(unit) => {
+                    assert!(self.gathered[unit] || self.under_way[unit], "{unit} is freed twice");
+                    (self.gathered[unit], self.under_way[unit]) = (false, false);
+                }
+                Reduce(unit) => {
+                    assert_eq!(self.reducing, [false; NUM_UNITS], "two reductions at once");
+                    self.reducing[unit] = true;
+                }
+                WaitReduce(unit) => assert!(std::mem::take(&mut self.reducing[unit]), "{unit} is not being reduced"),
+                Step(unit) => assert!(!self.reducing[unit], "{unit} is stepped before its reduction"),
+                Publish(unit) => {
+                    self.publishing[unit] = true;
+                    assert!(self.publishing.iter().filter(|&&under_way| under_way).count() <= 2);
+                }
+                WaitPublish(unit) => assert!(std::mem::take(&mut self.publishing[unit])),
+            }
+        }
+    }
+
+    fn assert_sharded(&self) {
+        assert_eq!((self.gathered, self.under_way), ([false; NUM_UNITS], [false; NUM_UNITS]));
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_sequence_of_calls_gathers_or_frees_twice_and_every_step_ends_sharded(
+        calls in proptest::collection::vec(any_call(), 0..80),
+        traits in proptest::collection::vec((any::<bool>(), any::<bool>(), proptest::option::of(0..3usize)), NUM_UNITS),
+        (forward, backward) in (0..4usize, 0..4usize),
+        stage in 0..4usize,
+    ) {
+        let stage = Stage::ALL[stage];
+        let unit = |&(keep, trainable, prefetch): &(bool, bool, Option<usize>)| UnitTraits {
+            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch,
+        };
+        let units: Vec<UnitTraits> = traits.iter().map(unit).collect();
+        let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward });
+        schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
+        let mut checker = Checker::default();
+        let mut in_backward = false;
+        for call in calls {
+            let mut needed = None;
+            let actions = match call {
+                // The engine refuses a forward inside backward, and begins no backward in another.
+                Call::Forward(unit) if !in_backward => {
+                    needed = Some(unit);
+                    let actions = schedule.forward(unit);
+                    if units[unit].trainable {
+                        schedule.gradient_expected(unit);
+                    }
+                    actions
+                }
+                Call::Evaluate(unit) if !in_backward => {
+                    needed = Some(unit);
+                    schedule.evaluate(unit)
+                }
+                Call::BeginBackward(reduce) if !in_backward => {
+                    in_backward = true;
+                    schedule.begin_backward(reduce);
+                    Vec::new()
+                }
+                Call::Backward(unit) if in_backward => {
+                    needed = Some(unit);
+                    schedule.backward(unit)
+                }
+                Call::Gradient(unit) if in_backward && units[unit].trainable => schedule.gradient(unit),
+                Call::EndBackward if in_backward => {
+                    in_backward = false;
+                    schedule.end_backward()
+                }
+                Call::Finish if !in_backward => schedule.finish_reduces(),
+                Call::Step if !in_backward => schedule.step(),
+                _ => continue,
+            };
+            checker.run(actions);
+            if let Some(unit) = needed.filter(|_| stage.shards_parameters()) {
+                prop_assert!(checker.gathered[unit], "unit {} is not there after {:?}", unit, call);
+            }
+            for unit in 0..NUM_UNITS {
+                let expected = match (checker.gathered[unit], checker.under_way[unit]) {
+                    (true, _) => UnitState::Gathered,
+                    (_, true) => UnitState::Gathering,
+                    _ => UnitState::Sharded,
+                };
+                prop_assert_eq!(schedule.state(unit), expected);
+            }
+            if matches!(call, Call::EndBackward | Call::Step) {
+                checker.assert_sharded();
+            }
+        }
+        if in_backward {
+            checker.run(schedule.end_backward());
+        }
+        checker.run(schedule.step());
+        checker.assert_sharded();
+        prop_assert_eq!(checker.reducing, [false; NUM_UNITS]);
+        prop_assert_eq!(checker.publishing, [false; NUM_UNITS]);
+    }
+}

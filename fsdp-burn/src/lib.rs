@@ -36,7 +36,7 @@
 //! | mark the units of a model | [the derive](derive@Sharded), or implement [`trait@Sharded`] with a [`WrapPolicy`] |
 //! | choose a stage | [`Stage`], [`ShardedModel::memory_estimate`] |
 //! | read or write the settings | [`Config`] |
-//! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`] |
+//! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`], [`launch_with`] a [`Trace`] |
 //! | understand a failure | [`Error`], whose messages name the remedy |
 //!
 //! What is planned, scheduled and sent is decided without Burn, in `fsdp_core`; this crate executes it.

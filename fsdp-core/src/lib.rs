@@ -35,6 +35,7 @@
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
+//! | `trace` | spans of a run, written for a viewer of traces |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 

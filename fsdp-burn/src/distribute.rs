@@ -104,17 +104,14 @@ impl ModuleMapper for Sender<'_> {
             None if self.entries[index].is_param => return param,
             None => self.send_buffer(param, &self.entries[index]),
         };
-        match sent {
-            Ok(param) => param,
-            Err((param, error)) => {
-                self.failure = Some(error);
-                param
-            }
-        }
+        let (param, result) = sent;
+        self.failure = result.err();
+        param
     }
 }
 
-type Sent<const D: usize> = Result<Param<Tensor<D>>, (Param<Tensor<D>>, Error)>;
+/// A module's map must return a parameter, also after a failure.
+type Sent<const D: usize> = (Param<Tensor<D>>, Result<(), Error>);
 
 impl Sender<'_> {
     fn send<const D: usize>(&mut self, param: Param<Tensor<D>>, entry: &Entry, managed: usize) -> Sent<D> {
@@ -132,14 +129,11 @@ impl Sender<'_> {
             };
             Ok((stored, dtype))
         });
-        match result {
-            Ok((stored, dtype)) => {
-                self.done.stored.push(stored);
-                self.done.dtypes.push(dtype);
-                Ok(param)
-            }
-            Err(error) => Err((param, error)),
-        }
+        let result = result.map(|(stored, dtype)| {
+            self.done.stored.push(stored);
+            self.done.dtypes.push(dtype);
+        });
+        (param, result)
     }
 
     /// One scatter over all ranks: with several replicas, each block goes to its owner in each of them.
@@ -161,15 +155,15 @@ impl Sender<'_> {
     /// Running statistics start equal on all ranks.
     fn send_buffer<const D: usize>(&mut self, param: Param<Tensor<D>>, entry: &Entry) -> Sent<D> {
         let value = param.val();
-        match self.agree_on_dtype(entry, Some(&value)) {
-            Ok(dtype) => {
-                let full = self.is_root().then(|| host::into_bytes(value));
-                match self.control.broadcast(&self.tag(entry), 0, full) {
-                    Ok(bytes) => Ok(replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device))),
-                    Err(error) => Err((param, error.into())),
-                }
+        let sent = self.agree_on_dtype(entry, Some(&value)).and_then(|dtype| {
+            let full = self.is_root().then(|| host::into_bytes(value));
+            Ok((self.control.broadcast(&self.tag(entry), 0, full)?, dtype))
+        });
+        match sent {
+            Ok((bytes, dtype)) => {
+                (replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)), Ok(()))
             }
-            Err(error) => Err((param, error)),
+            Err(error) => (param, Err(error)),
         }
     }
 

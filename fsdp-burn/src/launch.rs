@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_core::{AbortCause, CommError, Communicator, Config, FaultPlan, Faulty, Link, LocalWorld, Trace};
+use fsdp_core::{AbortCause, Communicator, Config, FaultPlan, Faulty, Link, LocalWorld, Trace};
 
 use crate::engine::EngineFailed;
 use crate::{Error, Rank};

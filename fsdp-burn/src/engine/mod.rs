@@ -19,8 +19,8 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Flex};
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Accumulate, Action, CommError, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan,
-    PlannedParam, PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
+    AbortCause, Accumulate, Action, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam,
+    PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
 };
 
 use missing::is_missing;

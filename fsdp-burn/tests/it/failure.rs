@@ -177,7 +177,8 @@ fn a_rank_that_stops_taking_part_is_named() {
             result
         });
         let Error::RankFailed { source, .. } = &error else { panic!("{stage}: {error:?}") };
-        let Error::Comm(CommError::Timeout { missing, .. }) = source.as_ref() else { panic!("{stage}: {error:?}") };
+        let Error::Comm(source) = source.as_ref() else { panic!("{stage}: {error:?}") };
+        let CommError::Timeout { missing, .. } = source.as_ref() else { panic!("{stage}: {error:?}") };
         assert_eq!(missing, &[1], "{error}");
         assert_contains(&error, &["for rank 1"]);
     }

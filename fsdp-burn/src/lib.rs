@@ -1,8 +1,54 @@
-//! Sharded training for Burn: ZeRO stages 0 to 3, with the model's `forward` unchanged.
+//! Sharded training for [Burn](https://burn.dev): ZeRO stages 0 to 3, with the model's `forward` unchanged.
+//!
+//! [`launch`] starts the ranks. Each shards its model with [`Rank::shard`], calls `forward` on it as ever, and trains with
+//! [`ShardedModel::backward`] and [`ShardedOptimizer::step`]. Which fields of a model are gathered and freed together is
+//! what `#[derive(Sharded)]` says; how much is sharded is one number of the [`Config`].
+//!
+//! ```
+//! use burn::{module::Module, nn::{Linear, LinearConfig}, optim::SgdConfig, tensor::Tensor};
+//! use fsdp_burn::{Config, Error, Sharded, Stage, StepOutcome, launch};
+//!
+//! #[derive(Module, Debug, Sharded)]
+//! struct Tower {
+//!     #[shard(units)]
+//!     layers: Vec<Linear>,
+//! }
+//!
+//! let config = Config { stage: Stage::Parameters, world_size: 2, ..Config::default() };
+//! let local = launch(&config, |rank| {
+//!     let device = rank.device();
+//!     let layers = (0..3).map(|_| LinearConfig::new(4, 4).with_bias(false).init(&device)).collect();
+//!     let mut model = rank.shard(Tower { layers })?;
+//!     let mut optimizer = rank.optimizer(SgdConfig::new().init())?;
+//!
+//!     let output = model.layers.iter().fold(Tensor::<2>::ones([8, 4], &device), |x, layer| layer.forward(x));
+//!     let gradients = model.backward(output.mean())?;
+//!     let outcome = optimizer.step(0.1, &mut model, gradients)?;
+//!     assert_eq!(outcome, StepOutcome::Stepped { gradient_norm: None });
+//!     Ok((model.num_params(), model.num_local_params()))
+//! })?;
+//! assert_eq!(local, [(48, 24), (48, 24)]);
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! | to | see |
+//! |---|---|
+//! | mark the units of a model | [the derive](derive@Sharded), or implement [`trait@Sharded`] with a [`WrapPolicy`] |
+//! | choose a stage | [`Stage`], [`ShardedModel::memory_estimate`] |
+//! | read or write the settings | [`Config`] |
+//! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`], [`launch_with`] a [`Trace`] |
+//! | understand a failure | [`Error`], whose messages name the remedy |
+//!
+//! What is planned, scheduled and sent is decided without Burn, in `fsdp_core`; this crate executes it.
 
 // Lets the derive's output, which names this crate, be used inside it.
 #[cfg(test)]
 extern crate self as fsdp_burn;
+
+/// The code of the README, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
 
 mod clip;
 mod distribute;

@@ -1,4 +1,43 @@
-//! Sharded training, without a tensor library.
+//! Sharded training, without a tensor library: everything that can be decided and checked with plain numbers and bytes.
+//!
+//! # Words
+//!
+//! | word | meaning |
+//! |---|---|
+//! | *rank* | one participant, numbered from 0; here a thread |
+//! | *world size* | number of ranks |
+//! | *mesh*, *axis* | the ranks as a grid; along `shard` they hold different parts, along `replicate` equal ones |
+//! | *coordinate* | a rank's index along one axis |
+//! | *dimension* | of a tensor; a mesh has axes |
+//! | *unit* | parameters that are gathered, freed, reduced and stepped together |
+//! | *root unit* | the parameters that no rule puts elsewhere |
+//! | *block* | the rows of one parameter that one rank owns |
+//! | *shard* | all that one rank owns of something that is cut |
+//! | *split*, *whole* | a parameter that is cut over the ranks, or not |
+//! | *resident* | whole on every rank all the time |
+//! | *gather* | all-gather: from blocks on all ranks to whole tensors on each |
+//! | *reduce* | sum over ranks: a reduce-scatter leaves each rank its block, an all-reduce the whole |
+//! | *publish* | gather updated blocks after an optimizer step (stages 1 and 2) |
+//! | *prefetch depth* | units gathered ahead of the one that computes |
+//! | *stage* | how much is cut: see [`Stage`] |
+//!
+//! `num_` counts things, `_len` counts elements, `_bytes` bytes.
+//!
+//! # Map
+//!
+//! Each module imports only those above it.
+//!
+//! | module | what it decides |
+//! |---|---|
+//! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
+//! | `spec` | which axis cuts which dimension of a parameter |
+//! | `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `config` | the settings of a run: read, checked, printed, explained |
+//! | `plan` | the rules applied to a model: its units |
+//! | `memory`, `cost` | bytes per rank; traffic and time of a step |
+//! | `trace` | spans of a run, written for a viewer of traces |
+//! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
 mod comm;
 mod config;

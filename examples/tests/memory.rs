@@ -95,7 +95,7 @@ fn plain() -> Plain {
         }
         Ok(outcome)
     });
-    outcome.unwrap()[0]
+    outcome.expect("plain training runs")[0]
 }
 
 struct Outcome {

@@ -24,7 +24,7 @@
 //!     let output = model.layers.iter().fold(Tensor::<2>::ones([8, 4], &device), |x, layer| layer.forward(x));
 //!     let gradients = model.backward(output.mean())?;
 //!     let outcome = optimizer.step(0.1, &mut model, gradients)?;
-//!     assert_eq!(outcome, StepOutcome::Stepped { gradient_norm: None });
+//!     assert!(matches!(outcome, StepOutcome::Stepped { .. }));
 //!     Ok((model.num_params(), model.num_local_params()))
 //! })?;
 //! assert_eq!(local, [(48, 24), (48, 24)]);

@@ -7,8 +7,8 @@ use burn::module::Module;
 use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
-    Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PrefetchDepth, Reduce, ReducePart,
-    ShardLayout,
+    Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam, PrefetchDepth, Reduce,
+    ReducePart, ShardLayout,
 };
 
 use crate::distribute::{attach, distribute, let_go, refresh};
@@ -210,7 +210,8 @@ impl<M: Module> ShardedModel<M> {
             activation_bytes,
             ..MemoryModel::new(plan.num_params() as u64)
         };
-        model.exact(plan.params().iter().map(|param| &param.layout), self.engine.shard_index())
+        let layouts: Vec<_> = plan.params().iter().map(PlannedParam::stored_layout).collect();
+        model.exact(&layouts, self.engine.shard_index())
     }
 
     /// What communication has cost since the start, or since [`ShardedModel::reset_stats`].

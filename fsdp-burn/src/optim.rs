@@ -22,7 +22,7 @@ pub enum StepOutcome {
     Accumulated,
     /// Parameters changed.
     Stepped {
-        /// The global gradient norm before clipping, where clipping needs it.
+        /// The global gradient norm before clipping, unless nothing asks for it (`non_finite = "propagate"`, no clipping).
         gradient_norm: Option<f64>,
     },
     /// The global gradient norm was not finite, and nothing changed (`non_finite = "skip"`).
@@ -109,12 +109,12 @@ impl ShardedOptimizer {
         engine.reduce_rest()?;
         let mut factor = if engine.reduces_to_mean() { 1.0 / backwards as f64 } else { 1.0 };
         let mut gradient_norm = None;
-        if let Some(max_norm) = self.clip_norm {
+        if self.clip_norm.is_some() || self.non_finite != NonFinite::Propagate {
             engine.finish_reduces()?;
             let norm = clip::global_norm(&engine, step)? * factor;
             gradient_norm = Some(norm);
             match self.non_finite {
-                _ if norm.is_finite() => factor *= clip::coefficient(norm, max_norm),
+                _ if norm.is_finite() => factor *= self.clip_norm.map_or(1.0, |most| clip::coefficient(norm, most)),
                 NonFinite::Propagate => factor = f64::NAN,
                 NonFinite::Skip => {
                     engine.discard_gradients();

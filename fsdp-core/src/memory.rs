@@ -142,7 +142,9 @@ impl MemoryModel {
     /// ```
     pub fn exact<'a>(&self, layouts: impl IntoIterator<Item = &'a ShardLayout>, coordinate: usize) -> MemoryEstimate {
         let (full_len, shard_len) = layouts.into_iter().fold((0, 0), |(full_len, shard_len), layout| {
-            (full_len + layout.full_len() as u64, shard_len + layout.shard_len(coordinate) as u64)
+            // What is not cut is held by every rank.
+            let block = if layout.num_shards() == 1 { 0 } else { coordinate };
+            (full_len + layout.full_len() as u64, shard_len + layout.shard_len(block) as u64)
         });
         self.estimate(full_len, shard_len)
     }

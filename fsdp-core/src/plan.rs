@@ -37,6 +37,14 @@ pub struct PlannedParam {
 }
 
 impl PlannedParam {
+    /// How the parameter is cut among the ranks: into one block, which all of them hold, where it is replicated.
+    pub fn stored_layout(&self) -> ShardLayout {
+        match self.replicated {
+            true => ShardLayout::new(self.layout.shape(), 0, 1),
+            false => self.layout.clone(),
+        }
+    }
+
     /// Whether an optimizer sees only a block of this parameter.
     pub fn is_split(&self) -> bool {
         !self.replicated && self.layout.num_shards() > 1

@@ -123,7 +123,7 @@ use proc_macro::TokenStream;
 /// | attribute | meaning | cost |
 /// |---|---|---|
 /// | `keep` | The unit stays gathered from the forward pass to the backward pass. For what the backward pass needs first, such as the head. | One gather less, (N−1)/N of its elements; the unit's full size in memory in between. |
-/// | `prefetch = 2` | So many units are gathered ahead of this one; 0 gathers each when it is needed. | Memory for so many more gathered units; the traffic is the same, but hidden behind computation. |
+/// | `prefetch = 2` | While this unit computes in forward, so many of the units after it are gathered; 0 gathers each when it is needed. | Memory for so many more gathered units; the traffic is the same, but hidden behind computation. |
 /// | `precision = "bf16"` | The element type of computation and gather: `f32`, `bf16` or `f16`. | `bf16` and `f16` halve the gathered memory and the gather's bytes; a float32 master copy stays in the shards. |
 /// | `offload = "cpu"` | The tier that holds the unit's shards between uses: `none` (the device), `cpu` or `nvme`. | Frees the shards' device memory; each use copies the shard over the bus, or reads it from the drive. |
 ///

@@ -472,7 +472,7 @@ impl Engine {
     }
 
     fn misuse(&self, problem: &str, remedy: &'static str) -> Error {
-        Error::Misuse { problem: format!("rank {}: {problem}", self.links.control.rank()), remedy }
+        Error::Misuse { problem: problem.to_owned(), remedy }
     }
 
     /// Ends the other ranks, and unwinds without a panic message.

@@ -1,6 +1,6 @@
 //! A step sends what the table says, no byte more: operations and bytes, counted on every rank.
 
-use fsdp_burn::{Config, OpKind, Plan, Stage, TrainingConfig, launch};
+use fsdp_burn::{Config, NonFinite, OpKind, Plan, Stage, TrainingConfig, launch};
 use fsdp_core::{Accumulate, TrafficModel, UnitTraffic};
 
 use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial};
@@ -20,7 +20,10 @@ struct Counted {
 const KINDS: [OpKind; 3] = [OpKind::AllReduce, OpKind::AllGather, OpKind::ReduceScatter];
 
 fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Plan) {
-    let ranks = launch(config, move |rank| {
+    // Nobody asks for the gradient norm, which would be one message more.
+    let training = TrainingConfig { non_finite: NonFinite::Propagate, ..config.training.clone() };
+    let config = Config { training, ..config.clone() };
+    let ranks = launch(&config, move |rank| {
         let device = if recompute { rank.device().gradient_checkpointing() } else { rank.device() };
         let mut model = start_on::<M>(&rank, device.clone())?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;

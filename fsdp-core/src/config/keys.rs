@@ -188,7 +188,7 @@ static KEYS: &[ConfigKey] = &[
         table: "training",
         name: "gradient_clip_norm",
         meaning: "Largest L2 norm of all gradients over all ranks; beyond it they are scaled down. Not set: no clipping.",
-        cost: "One all-reduce of a single number per step.",
+        cost: "The global norm: one look at the gradients of each rank, and one all-gather of a number per parameter.",
         kind: Kind::OptionalPositive {
             get: |config| config.training.gradient_clip_norm,
             set: |config, norm| config.training.gradient_clip_norm = norm,
@@ -199,7 +199,7 @@ static KEYS: &[ConfigKey] = &[
         name: "non_finite",
         meaning: "When the global gradient norm is NaN or infinite: \"error\" ends the step with an error, \"skip\" leaves \
                   the update out (both keep the weights), \"propagate\" goes ahead.",
-        cost: "\"error\" and \"skip\" need the global norm: one all-reduce of a single number per step.",
+        cost: "\"error\" and \"skip\" need the global norm, as clipping does, so no unit is stepped before all are reduced.",
         kind: Kind::Choice {
             names: NonFinite::NAMES,
             get: |config| config.training.non_finite as usize,

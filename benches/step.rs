@@ -12,6 +12,11 @@ use fsdp_benches::{Gpt, GptShape};
 use fsdp_burn::{Config, Error, PrefetchConfig, Rank, Stage, launch};
 use serde::Serialize;
 
+// Burn maps and unmaps memory for every large tensor with the system's allocator, on all ranks at once, and each unmapping
+// interrupts the other core. An allocator that keeps memory gives every mode below its own speed.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[derive(Clone, Debug, Parser)]
 struct Args {
     #[command(flatten)]

@@ -23,28 +23,27 @@ pub(crate) struct Distributed {
     pub(crate) dtypes: Vec<Dtype>,
 }
 
+/// What is distributed, and to whom.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) entries: &'a [Entry],
+    pub(crate) managed: &'a [Option<usize>],
+    pub(crate) plan: &'a Plan,
+    /// This rank's position on the shard axis.
+    pub(crate) shard_index: usize,
+}
+
 /// Sends every managed parameter of rank 0's `model`, and returns the model without their values.
 ///
 /// # Errors
 /// If a collective fails, or a parameter has an element type that cannot be reduced.
 pub(crate) fn distribute<M: Module>(
     model: M,
-    entries: &[Entry],
-    plan: &Plan,
+    source: Source,
     control: &dyn Communicator,
-    shard_index: usize,
 ) -> Result<(M, Distributed), Error> {
-    let managed = managed(entries, plan);
-    let mut sender = Sender {
-        entries,
-        plan,
-        managed,
-        control,
-        shard_index,
-        next: 0,
-        done: Distributed { stored: Vec::new(), dtypes: Vec::new() },
-        failure: None,
-    };
+    let done = Distributed { stored: Vec::new(), dtypes: Vec::new() };
+    let mut sender = Sender { source, control, next: 0, done, failure: None };
     let model = model.map(&mut sender);
     match sender.failure {
         Some(error) => Err(error),
@@ -53,25 +52,22 @@ pub(crate) fn distribute<M: Module>(
 }
 
 /// Puts what the engine stores into the model, and the gather before each use.
-pub(crate) fn attach<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
-    let managed = managed(entries, engine.plan());
+pub(crate) fn attach<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
     model.apply_reparameterization(Attacher { managed, engine, next: 0 })
 }
 
 /// Puts what the engine stores into a model that is attached already: after an optimizer step.
-pub(crate) fn refresh<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
-    let managed = managed(entries, engine.plan());
+pub(crate) fn refresh<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
     model.map(&mut Refresher(Attacher { managed, engine, next: 0 }))
 }
 
 /// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
-pub(crate) fn let_go<M: Module>(model: M, entries: &[Entry], engine: &Arc<Engine>) -> M {
-    let managed = managed(entries, engine.plan());
+pub(crate) fn let_go<M: Module>(model: M, managed: &[Option<usize>]) -> M {
     model.map(&mut Emptier { managed, next: 0 })
 }
 
 /// For each entry, its index among the plan's parameters.
-fn managed(entries: &[Entry], plan: &Plan) -> Vec<Option<usize>> {
+pub(crate) fn managed(entries: &[Entry], plan: &Plan) -> Arc<[Option<usize>]> {
     let mut next = 0;
     let index = |entry: &Entry| {
         let planned = plan.params().get(next).is_some_and(|param| entry.is_param && param.path == entry.path());
@@ -82,11 +78,8 @@ fn managed(entries: &[Entry], plan: &Plan) -> Vec<Option<usize>> {
 }
 
 struct Sender<'a> {
-    entries: &'a [Entry],
-    plan: &'a Plan,
-    managed: Vec<Option<usize>>,
+    source: Source<'a>,
     control: &'a dyn Communicator,
-    shard_index: usize,
     next: usize,
     done: Distributed,
     failure: Option<Error>,
@@ -99,10 +92,11 @@ impl ModuleMapper for Sender<'_> {
         if self.failure.is_some() {
             return param;
         }
-        let sent = match self.managed[index] {
-            Some(managed) => self.send(param, &self.entries[index], managed),
-            None if self.entries[index].is_param => return param,
-            None => self.send_buffer(param, &self.entries[index]),
+        let entry = &self.source.entries[index];
+        let sent = match self.source.managed[index] {
+            Some(managed) => self.send(param, entry, managed),
+            None if entry.is_param => return param,
+            None => self.send_buffer(param, entry),
         };
         let (param, result) = sent;
         self.failure = result.err();
@@ -118,11 +112,11 @@ impl Sender<'_> {
         let value = self.is_root().then(|| param.val());
         // From here on nothing but `value` holds the parameter, and it is dropped when this function returns.
         let param = emptied(param);
-        let spec = &self.plan.params()[managed];
+        let spec = &self.source.plan.params()[managed];
         let result = self.agree_on_dtype(entry, value.as_ref()).and_then(|dtype| {
             let tag = self.tag(entry);
             let full = value.map(host::into_bytes);
-            let stored = if self.plan.is_resident(spec) {
+            let stored = if self.source.plan.is_resident(spec) {
                 self.control.broadcast(&tag, 0, full)?
             } else {
                 self.scatter(&tag, full, spec, dtype)?
@@ -148,7 +142,7 @@ impl Sender<'_> {
             return Ok(self.control.scatter(tag, 0, full, &spec.layout, dtype.size_bytes())?);
         }
         let full = self.control.broadcast(tag, 0, full)?;
-        let block = host::cut(&full, &spec.layout, self.shard_index, dtype.size_bytes());
+        let block = host::cut(&full, &spec.layout, self.source.shard_index, dtype.size_bytes());
         Ok(Bytes::from(block.to_vec()))
     }
 
@@ -195,7 +189,7 @@ impl Sender<'_> {
 }
 
 struct Attacher<'a> {
-    managed: Vec<Option<usize>>,
+    managed: &'a [Option<usize>],
     engine: &'a Arc<Engine>,
     next: usize,
 }
@@ -230,12 +224,12 @@ impl Reparameterizer for Attacher<'_> {
     }
 }
 
-struct Emptier {
-    managed: Vec<Option<usize>>,
+struct Emptier<'a> {
+    managed: &'a [Option<usize>],
     next: usize,
 }
 
-impl ModuleMapper for Emptier {
+impl ModuleMapper for Emptier<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let managed = self.managed[self.next];
         self.next += 1;

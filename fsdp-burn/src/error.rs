@@ -86,9 +86,9 @@ pub enum Error {
         /// Its error.
         source: Box<Error>,
     },
-    /// A rank neither returned nor failed after the others had ended.
+    /// A rank neither returned nor failed within the time limit after another one had failed.
     #[error(
-        "rank {rank} did not end within {waited_s} s after the others had ended ({cause}); it is probably in an endless \
+        "rank {rank} did not end within {waited_s} s after another rank had failed ({cause}); it is probably in an endless \
          loop or waits for something outside this run. It is left behind; end the process"
     )]
     RankStuck {

@@ -1,6 +1,5 @@
 //! Starts the ranks of a run, and ends all of them when one fails.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -62,29 +61,34 @@ where
     let program = Arc::new(program);
     let num_cores = thread::available_parallelism().map_or(1, usize::from);
     let (results, arrivals) = channel();
-    for (number, communicator) in world.iter().enumerate() {
+    let connect = |communicator: &Arc<dyn Communicator>| {
         let linked: Arc<dyn Communicator> = match options.link {
             Some(link) => {
                 Arc::new(Faulty::new(communicator.clone(), FaultPlan { link: Some(link), ..FaultPlan::default() }))
             }
             None => communicator.clone(),
         };
-        let rank = Rank::new(config.clone(), linked, options.trace.clone())?;
-        let (communicator, results, program) = (communicator.clone(), results.clone(), program.clone());
+        Rank::new(config.clone(), linked, options.trace.clone())
+    };
+    // All ranks exist before the first one runs, and possibly fails.
+    let ranks = world.iter().map(connect).collect::<Result<Vec<_>, _>>()?;
+    for (number, (rank, communicator)) in ranks.into_iter().zip(&world).enumerate() {
+        let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let num_threads = config.compute_threads(num_cores);
         let run = move || {
             let result = run_rank(number, num_threads, || program(rank));
-            if let Err(error) = &result {
-                communicator.abort(cause_of(number, error));
-            }
-            // The launcher may have given up on this rank.
-            let _ = results.send((number, result));
+            let cause = result.as_ref().err().map(|error| cause_of(number, error));
+            // First the result, so that this failure arrives before those that follow from it. The launcher may have
+            // given up on this rank.
+            let _ = sender.send((number, result));
+            cause.into_iter().for_each(|cause| communicator.abort(cause));
         };
         let spawned = thread::Builder::new().name(format!("rank {number}")).spawn(run);
         if let Err(source) = spawned {
             let error = Error::Io { what: format!("cannot start the thread of rank {number}"), source };
-            world[0].abort(cause_of(number, &error));
-            return Err(error);
+            let cause = cause_of(number, &error);
+            let _ = results.send((number, Err(error)));
+            world[0].abort(cause);
         }
     }
     drop(results);
@@ -111,7 +115,10 @@ fn run_rank<T: Send>(
         Ok(result) => result,
         Err(payload) => match payload.downcast::<EngineFailed>() {
             Ok(failed) => Err(failed.0),
-            Err(payload) => Err(Error::RankPanicked { rank: number, message: panic_message(payload.as_ref()) }),
+            Err(payload) => match AbortCause::panicked(number, payload.as_ref()) {
+                AbortCause::RankPanicked { rank, message } => Err(Error::RankPanicked { rank, message }),
+                other => Err(Error::program(other)),
+            },
         },
     }
 }
@@ -167,9 +174,4 @@ fn collect<T>(
         (_, error @ Error::RankPanicked { .. }) => Err(error),
         (rank, source) => Err(Error::RankFailed { rank, source: Box::new(source) }),
     }
-}
-
-fn panic_message(payload: &(dyn Any + Send)) -> String {
-    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a value that is not text".into())
 }

@@ -7,11 +7,11 @@ use burn::module::Module;
 use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
-    Axis, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam, PrefetchDepth, Reduce,
-    ReducePart, ShardLayout,
+    Axis, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
+    PrefetchDepth, Reduce, ReducePart, ShardLayout,
 };
 
-use crate::distribute::{attach, distribute, let_go, refresh};
+use crate::distribute::{Source, attach, distribute, let_go, managed, refresh};
 use crate::engine::{Engine, EngineStats, Settings};
 use crate::links::Links;
 use crate::survey::{Entry, survey};
@@ -28,7 +28,10 @@ use crate::{Error, Rank, Sharded, host};
 #[derive(Debug)]
 pub struct ShardedModel<M> {
     module: M,
-    entries: Vec<Entry>,
+    /// For each float parameter that Burn visits, its index among the plan's parameters.
+    managed: Arc<[Option<usize>]>,
+    /// The plan's parameters as Burn knows them.
+    planned: Arc<[Entry]>,
     engine: Arc<Engine>,
 }
 
@@ -44,9 +47,14 @@ impl<M> Deref for ShardedModel<M> {
 #[must_use = "give the gradients to the optimizer's step"]
 pub struct ShardedGradients {
     unmanaged: Gradients,
+    engine: Arc<Engine>,
 }
 
 impl ShardedGradients {
+    pub(crate) fn are_of(&self, engine: &Arc<Engine>) -> bool {
+        Arc::ptr_eq(&self.engine, engine)
+    }
+
     /// Gradients of parameters that are not managed (`#[shard(ignore)]`): local to this rank, as Burn computed them.
     pub fn unmanaged(&mut self) -> &mut Gradients {
         &mut self.unmanaged
@@ -72,7 +80,11 @@ impl<M: Module + Sharded> ShardedModel<M> {
         }
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
-        let (module, distributed) = distribute(module, &entries, &plan, links.control.as_ref(), shard_index)?;
+        let managed = managed(&entries, &plan);
+        let planned = entries.iter().zip(managed.iter()).filter(|(_, managed)| managed.is_some());
+        let planned = planned.map(|(entry, _)| entry.clone()).collect();
+        let source = Source { entries: &entries, managed: &managed, plan: &plan, shard_index };
+        let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
         let settings = Settings {
             depth: PrefetchDepth::from(&config.prefetch),
@@ -85,8 +97,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
         for (param, bytes) in distributed.stored.into_iter().enumerate() {
             engine.set_stored(param, bytes);
         }
-        let module = attach(module, &entries, &engine);
-        Ok(Self { module, entries, engine })
+        let module = attach(module, &managed, &engine);
+        Ok(Self { module, managed, planned, engine })
     }
 }
 
@@ -102,43 +114,39 @@ impl<M: Module> ShardedModel<M> {
     /// # Errors
     /// If a collective fails.
     pub fn backward(&self, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
-        let unmanaged = self.engine.backward(|| loss.backward())?;
-        Ok(ShardedGradients { unmanaged })
+        self.backward_over(None, loss)
     }
 
     /// As [`ShardedModel::backward`], where each rank's `loss` is a mean over `weight` items (tokens, samples): the
-    /// gradient is that of the mean over the items of all ranks. A rank without data passes a weight of 0. *Collective.*
+    /// gradient of a step is that of the mean over the items of all ranks and micro-batches. A rank without data passes
+    /// a weight of 0, and its loss does not count, whatever it is. *Collective.*
     ///
     /// Cost: one message of 8 bytes more.
     ///
     /// # Errors
-    /// If a weight is negative or not a number, the weights of all ranks are 0 together, or a collective fails.
+    /// If a weight is negative or not a number, the weights of all ranks are 0 together, or a collective fails. The
+    /// forward before it is abandoned then, and training can go on with the next one.
     pub fn backward_weighted(&self, loss: Tensor<1>, weight: f64) -> Result<ShardedGradients, Error> {
-        let links = self.engine.links();
-        let world_size = links.control.world_size();
-        // Zero and not an error at once, so that the other ranks learn of it in place of waiting.
+        let control = &self.engine.links().control;
+        // A bad weight is sent as NaN and not refused here, so that all ranks learn of it.
         let sent = if weight.is_finite() && weight >= 0.0 { weight } else { f64::NAN };
-        let part = ReducePart {
-            full: Bytes::copy_from_slice(&sent.to_ne_bytes()),
-            layout: ShardLayout::new(&[1], 0, world_size),
-            dtype: Dtype::F64,
-        };
         let tag = OpTag::new(self.engine.progress().0, Phase::Control, "weight of the loss");
-        let total = links.control.all_reduce(&tag, &[part], Reduce::SUM)?;
-        let total = total.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes);
+        let total = reduce_number(control.as_ref(), &tag, sent, Reduce::SUM)?;
         if total.is_nan() || total <= 0.0 {
+            self.engine.abandon_forward()?;
             return Err(Error::Misuse {
-                problem: format!(
-                    "rank {}: the weights of the loss sum to {total} over all ranks",
-                    links.control.rank()
-                ),
+                problem: format!("the weights of the loss sum to {total} over all ranks, with {weight} on this one"),
                 remedy: "pass the number of items each loss is a mean of; at least one rank must have some",
             });
         }
-        // Reducing divides by the number of ranks (or does not, for a sum): undo that, and divide by the total.
-        let mean_over_ranks = self.engine.reduces_to_mean();
-        let factor = if mean_over_ranks { weight * world_size as f64 / total } else { weight / total };
-        self.backward(loss.mul_scalar(factor))
+        // Where reducing divides by the number of ranks, that is undone: the step divides by the number of items.
+        let factor = if self.engine.reduces_to_mean() { weight * control.world_size() as f64 } else { weight };
+        self.backward_over(Some((total, weight > 0.0)), loss.mul_scalar(factor))
+    }
+
+    fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
+        let unmanaged = self.engine.backward(items, || loss.backward())?;
+        Ok(ShardedGradients { unmanaged, engine: self.engine.clone() })
     }
 
     /// The model for evaluation: no gradients, dropout off, and the same sharded parameters. *Collective* in its use:
@@ -176,12 +184,15 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.
+    /// Not between a forward and its backward.
     ///
     /// Cost: one gather of each parameter, and the memory of the largest one.
     ///
     /// # Errors
     /// If a collective fails.
     pub fn each_parameter(&self, mut look: impl FnMut(&str, TensorData)) -> Result<(), Error> {
+        // An evaluation may have left units gathered.
+        self.engine.abandon_forward()?;
         for (index, param) in self.plan().params().iter().enumerate() {
             let full = self.engine.gather_one(index)?;
             look(&param.path, host::tensor_data(full, param.layout.shape(), self.engine.dtype(index)));
@@ -229,20 +240,35 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The entries of the plan's parameters, in plan order.
-    pub(crate) fn planned_entries(&self) -> Vec<Entry> {
-        let plan = self.plan();
-        let planned = |entry: &&Entry| entry.is_param && !plan.ignored().contains(&entry.path());
-        self.entries.iter().filter(planned).cloned().collect()
+    pub(crate) fn planned_entries(&self) -> Arc<[Entry]> {
+        self.planned.clone()
     }
 
-    /// Runs an optimizer step while the model holds no parameters, and gives it the engine's afterwards.
-    pub(crate) fn while_let_go<T>(&mut self, step: impl FnOnce() -> T) -> T {
+    /// Runs an optimizer step while the model holds no parameters, and gives it the engine's afterwards. After an error
+    /// the run is over, and the engine may be in the middle of a unit.
+    pub(crate) fn while_let_go(&mut self, step: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         // A module is mapped by value; the clones share all tensors and are dropped right away.
-        self.module = let_go(self.module.clone(), &self.entries, &self.engine);
-        let result = step();
-        self.module = refresh(self.module.clone(), &self.entries, &self.engine);
-        result
+        self.module = let_go(self.module.clone(), &self.managed);
+        step()?;
+        self.module = refresh(self.module.clone(), &self.managed, &self.engine);
+        Ok(())
     }
+}
+
+/// One number, reduced over all ranks.
+pub(crate) fn reduce_number(
+    communicator: &dyn Communicator,
+    tag: &OpTag,
+    value: f64,
+    reduce: Reduce,
+) -> Result<f64, Error> {
+    let part = ReducePart {
+        full: Bytes::copy_from_slice(&value.to_ne_bytes()),
+        layout: ShardLayout::new(&[1], 0, communicator.world_size()),
+        dtype: Dtype::F64,
+    };
+    let sum = communicator.all_reduce(tag, &[part], reduce)?;
+    Ok(sum.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes))
 }
 
 /// Whether the model's device checkpoints. See [Note: Recompute, do not hold].
@@ -272,11 +298,11 @@ fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
             remedy: "initialise the model on `rank.device()`, and do not freeze all of it",
         });
     }
-    match entries.iter().find(|entry| entry.is_param && entry.dims == 0) {
+    match entries.iter().find(|entry| entry.is_param && !(1..=8).contains(&entry.dims)) {
         Some(entry) => Err(Error::Parameter {
             parameter: entry.path(),
-            problem: "it has no dimensions".into(),
-            remedy: "give it shape [1]",
+            problem: format!("it has {} dimensions", entry.dims),
+            remedy: "give it 1 to 8 dimensions",
         }),
         None => Ok(()),
     }

@@ -4,6 +4,8 @@
 //! [`ModuleOptimizer`] does the arithmetic; it is shown a module of blocks with the paths and ids of the model, unit by
 //! unit, as soon as a unit's gradients are reduced.
 
+use std::sync::Arc;
+
 use burn::grad_clipping::GradientClipping;
 use burn::module::Module;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -18,7 +20,7 @@ use crate::{Error, ShardedGradients, ShardedModel, clip, elementwise};
 /// What a call of [`ShardedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StepOutcome {
-    /// The gradients were added to those of earlier micro-batches; no parameter changed.
+    /// The gradients were added to those of earlier micro-batches, or there were none; no parameter changed.
     Accumulated,
     /// Parameters changed.
     Stepped {
@@ -40,7 +42,8 @@ pub struct ShardedOptimizer {
     name: &'static str,
     clip_norm: Option<f64>,
     non_finite: NonFinite,
-    checked: bool,
+    /// The models that the optimizer was tried out for, by the address of their engine.
+    checked: Vec<usize>,
 }
 
 impl ShardedOptimizer {
@@ -55,7 +58,7 @@ impl ShardedOptimizer {
             name: elementwise::short_type_name::<O>(),
             clip_norm: config.training.gradient_clip_norm,
             non_finite: config.training.non_finite,
-            checked: false,
+            checked: Vec::new(),
         })
     }
 
@@ -74,6 +77,12 @@ impl ShardedOptimizer {
         model: &mut ShardedModel<M>,
         gradients: ShardedGradients,
     ) -> Result<StepOutcome, Error> {
+        if !gradients.are_of(model.engine()) {
+            return Err(Error::Misuse {
+                problem: "the gradients come from another model than the one to be stepped".into(),
+                remedy: "give each model the gradients that its own `backward` returned",
+            });
+        }
         drop(gradients);
         let (_, backwards) = model.engine().progress();
         if backwards < model.engine().accumulation() {
@@ -100,14 +109,15 @@ impl ShardedOptimizer {
 
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
-        let (step, backwards) = engine.progress();
+        let (step, _) = engine.progress();
         let entries = model.planned_entries();
-        if !self.checked {
+        let address = Arc::as_ptr(&engine).addr();
+        if !self.checked.contains(&address) {
             elementwise::check(&self.inner, self.name, engine.plan(), &entries)?;
-            self.checked = true;
+            self.checked.push(address);
         }
         engine.reduce_rest()?;
-        let mut factor = if engine.reduces_to_mean() { 1.0 / backwards as f64 } else { 1.0 };
+        let mut factor = engine.gradient_factor();
         let mut gradient_norm = None;
         if self.clip_norm.is_some() || self.non_finite != NonFinite::Propagate {
             engine.finish_reduces()?;
@@ -138,7 +148,7 @@ impl ShardedOptimizer {
                     other => engine.execute(other)?,
                 }
             }
-            Ok::<(), Error>(())
+            Ok(())
         })?;
         engine.end_step();
         Ok(StepOutcome::Stepped { gradient_norm })

@@ -6,8 +6,9 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use bytes::Bytes;
-use fsdp_core::{Communicator, Config, Dtype, OpTag, Phase, Recorder, Reduce, ReducePart, ShardLayout, Trace, Traffic};
+use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Trace, Traffic};
 
+use crate::model::reduce_number;
 use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
 
 /// One rank of a run.
@@ -60,7 +61,9 @@ impl Rank {
         Device::flex().autodiff().gradient_checkpointing()
     }
 
-    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights. *Collective.*
+    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights and running statistics; what
+    /// is marked `#[shard(ignore)]`, and parameters of integers or booleans, stay as each rank has built them.
+    /// *Collective.*
     ///
     /// Memory: at stage 3, the largest single parameter on rank 0 and this rank's blocks; below, the whole model.
     ///
@@ -156,13 +159,7 @@ impl Rank {
     }
 
     fn reduce(&self, what: &str, value: f64, reduce: Reduce) -> Result<f64, Error> {
-        let part = ReducePart {
-            full: Bytes::copy_from_slice(&value.to_ne_bytes()),
-            layout: ShardLayout::new(&[1], 0, self.world_size()),
-            dtype: Dtype::F64,
-        };
-        let sum = self.control.all_reduce(&self.tag(what), &[part], reduce)?;
-        Ok(sum.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes))
+        reduce_number(self.control.as_ref(), &self.tag(what), value, reduce)
     }
 
     fn tag(&self, what: &str) -> OpTag {

@@ -231,7 +231,12 @@ impl Schedule {
     pub fn forward(&mut self, unit: UnitIndex) -> Vec<Action> {
         let cursor = match self.pass {
             Pass::Forward { cursor } => cursor,
-            _ => {
+            // An evaluation in the middle of a forward changes nothing about it.
+            Pass::Evaluate { .. } => {
+                self.current = None;
+                0
+            }
+            Pass::Idle | Pass::Backward { .. } => {
                 self.recording.clear();
                 self.first_uses.clear();
                 self.current = None;
@@ -291,7 +296,8 @@ impl Schedule {
     /// they stay where they are, for [`Schedule::reduce_rest`] after a later backward.
     pub fn begin_backward(&mut self, reduce: bool) {
         self.reduce_in_backward = reduce;
-        if self.recording != self.forward_order {
+        // Empty at the second of two backwards after two forwards.
+        if !self.recording.is_empty() && self.recording != self.forward_order {
             self.forward_order = self.recording.clone();
             self.backward_order = self.forward_order.iter().rev().copied().collect();
         }
@@ -404,12 +410,15 @@ impl Schedule {
         actions
     }
 
-    /// The parameters changed: drops every gathered copy.
+    /// The parameters changed, or a forward is given up: drops every gathered copy, and expects no gradient any more.
     pub fn forget_gathered(&mut self) -> Vec<Action> {
         let mut actions = Vec::new();
         for unit in 0..self.units.len() {
+            self.units[unit].pending_gradients = 0;
             self.free(unit, &mut actions);
         }
+        self.recording.clear();
+        self.first_uses.clear();
         self.pass = Pass::Idle;
         self.current = None;
         actions

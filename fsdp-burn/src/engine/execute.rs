@@ -26,7 +26,8 @@ impl Engine {
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
                     let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
                     state.units[unit].gathered = Gathered::UnderWay(pending);
-                    self.note_gathered(state);
+                    state.held.gathered += self.gathered_bytes(unit);
+                    state.note();
                 }
                 Action::WaitGather(unit) => {
                     if let Gathered::UnderWay(pending) = std::mem::take(&mut state.units[unit].gathered) {
@@ -34,7 +35,11 @@ impl Engine {
                         state.units[unit].gathered = Gathered::Yes(full);
                     }
                 }
-                Action::Free(unit) => state.units[unit].gathered = Gathered::No,
+                Action::Free(unit) => {
+                    if !matches!(std::mem::take(&mut state.units[unit].gathered), Gathered::No) {
+                        state.held.gathered -= self.gathered_bytes(unit);
+                    }
+                }
                 Action::Reduce(unit) => self.start_reduce(state, unit),
                 Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
                 Action::Publish(unit) => {
@@ -54,7 +59,7 @@ impl Engine {
                         let full = self.wait(state, SpanKind::Publish, unit, pending)?;
                         let params: Vec<_> = self.split_trainable(unit).map(|(param, _)| param).collect();
                         for (param, full) in params.into_iter().zip(full) {
-                            state.stored[param] = full;
+                            state.store(param, full);
                         }
                     }
                 }
@@ -62,6 +67,10 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    fn gathered_bytes(&self, unit: UnitIndex) -> usize {
+        self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
     }
 
     /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
@@ -80,7 +89,10 @@ impl Engine {
         let mut bytes = 0;
         let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
         for (param, spec) in params {
-            let full = match state.local[param].take() {
+            let local = state.local[param].take();
+            let len_bytes = spec.layout.full_len() * self.dtypes[param].size_bytes();
+            state.held.local -= if local.is_some() { len_bytes } else { 0 };
+            let full = match local {
                 Some(gradient) => present_gradient(gradient, &spec.layout, self.dtypes[param]),
                 None => missing_gradient(spec.layout.full_len(), self.dtypes[param]),
             };
@@ -102,24 +114,28 @@ impl Engine {
             replicas: self.links.reduce_replicas.clone(),
         };
         state.units[unit].reducing_bytes = bytes;
+        state.held.reducing += bytes;
         state.units[unit].reducing = Some(self.links.reduce.submit(move |world| job.run(world)));
-        self.note_gradients(state);
+        state.note();
     }
 
     fn finish_reduce(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
         let Some(pending) = state.units[unit].reducing.take() else { return Ok(()) };
         let reduced = self.wait(state, SpanKind::Reduce, unit, pending)?;
-        state.units[unit].reducing_bytes = 0;
+        state.held.reducing -= std::mem::take(&mut state.units[unit].reducing_bytes);
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
         for (param, new) in params.into_iter().zip(reduced) {
             let sum = match state.reduced[param].take() {
                 Some(old) => self.add(param, old, new),
-                None => new,
+                None => {
+                    state.held.reduced += new.len();
+                    new
+                }
             };
             state.reduced[param] = Some(sum);
         }
-        self.note_gradients(state);
+        state.note();
         Ok(())
     }
 

@@ -5,7 +5,8 @@
 //! agree whether anyone had one, since an optimizer does not touch a parameter without gradient. A rank without one
 //! contributes -0.0: it is the true neutral element of addition (x + -0.0 is x for every x, +0.0 included), and a sum
 //! is -0.0 only if every term is. So a block that is -0.0 throughout had no gradient anywhere, and telling so costs no
-//! message. A rank whose real gradient of a block is -0.0 throughout sends +0.0.
+//! message. A rank whose real gradient of a block is -0.0 throughout sends +0.0. What is left is a block whose real sums are
+//! all so small and negative that dividing by the number of ranks rounds them to -0.0, below 1e-45: it counts as missing.
 
 use std::ops::Range;
 

@@ -30,7 +30,11 @@ use crate::Error;
 use crate::gather_op::{Ladder, Use};
 use crate::host::{self, cut};
 use crate::links::Links;
-use observe::Computing;
+use observe::{Computing, Held};
+
+/// Units that one graph may enter before depth stops to grow: forwards that never have a backward would build a ladder
+/// without end. Beyond it gradients still arrive, only later. See [Note: Order of backward steps].
+const MAX_RUNGS: usize = 4096;
 
 /// What the configuration says about gradients.
 #[derive(Clone, Copy, Debug)]
@@ -69,10 +73,15 @@ struct State {
     entered: usize,
     last_entered: Option<UnitIndex>,
     in_backward: bool,
+    /// The gradients of this backward count for nothing: its loss has weight 0.
+    void: bool,
     /// Optimizer steps done.
     step: u64,
     /// Backwards since the last step.
     backwards: usize,
+    /// Items that their losses are means over, where that was said.
+    items: Option<f64>,
+    held: Held,
     computing: Option<Computing>,
     stats: EngineStats,
 }
@@ -96,6 +105,19 @@ enum Gathered {
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
 pub(crate) struct EngineFailed(pub(crate) Error);
+
+impl State {
+    fn store(&mut self, param: usize, bytes: Bytes) {
+        self.held.stored = self.held.stored - self.stored[param].len() + bytes.len();
+        self.stored[param] = bytes;
+    }
+
+    fn discard_gradients(&mut self) {
+        self.reduced.iter_mut().for_each(|gradient| *gradient = None);
+        self.local.iter_mut().for_each(|gradient| *gradient = None);
+        (self.held.reduced, self.held.local) = (0, 0);
+    }
+}
 
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -124,8 +146,11 @@ impl Engine {
             entered: 0,
             last_entered: None,
             in_backward: false,
+            void: false,
             step: 0,
             backwards: 0,
+            items: None,
+            held: Held::default(),
             computing: None,
             stats: EngineStats::default(),
         };
@@ -187,7 +212,25 @@ impl Engine {
     }
 
     pub(crate) fn set_stored(&self, param: usize, bytes: Bytes) {
-        self.lock().stored[param] = bytes;
+        self.lock().store(param, bytes);
+    }
+
+    /// What a sum of gradients is multiplied with: one over the items or micro-batches since the last step.
+    pub(crate) fn gradient_factor(&self) -> f64 {
+        let state = self.lock();
+        match state.items {
+            Some(items) => 1.0 / items,
+            None if self.reduces_to_mean() => 1.0 / state.backwards as f64,
+            None => 1.0,
+        }
+    }
+
+    /// Forgets a forward that will have no backward, and lets go of what it has gathered.
+    pub(crate) fn abandon_forward(&self) -> Result<(), Error> {
+        let mut state = self.lock();
+        (state.entered, state.last_entered) = (0, None);
+        let actions = state.schedule.forget_gathered();
+        self.run(&mut state, actions)
     }
 
     /// The parameter of the model, for one use of it.
@@ -232,24 +275,32 @@ impl Engine {
         }
     }
 
-    /// Runs `backward` between the two ends that the schedule needs.
-    pub(crate) fn backward<T>(&self, backward: impl FnOnce() -> T) -> Result<T, Error> {
-        self.begin_backward()?;
+    /// Runs `backward` between the two ends that the schedule needs. `items` is how many items the losses of all ranks are
+    /// means over together, and whether this rank has any; `None` counts all losses alike.
+    pub(crate) fn backward<T>(&self, items: Option<(f64, bool)>, backward: impl FnOnce() -> T) -> Result<T, Error> {
+        self.begin_backward(items)?;
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(backward));
+        let mut state = self.lock();
+        self.rests(&mut state);
+        state.in_backward = false;
         match result {
             Ok(value) => {
-                let mut state = self.lock();
-                self.rests(&mut state);
-                state.in_backward = false;
                 state.backwards += 1;
                 let actions = state.schedule.end_backward();
                 self.run(&mut state, actions)?;
                 Ok(value)
             }
-            Err(payload) => match payload.downcast::<EngineFailed>() {
-                Ok(failed) => Err(failed.0),
-                Err(payload) => std::panic::resume_unwind(payload),
-            },
+            Err(payload) => {
+                state.discard_gradients();
+                drop(state);
+                match payload.downcast::<EngineFailed>() {
+                    Ok(failed) => Err(failed.0),
+                    Err(payload) => {
+                        self.abandon_forward()?;
+                        std::panic::resume_unwind(payload)
+                    }
+                }
+            }
         }
     }
 
@@ -279,7 +330,9 @@ impl Engine {
 
     /// Takes the reduced gradient of a parameter. `None`: no rank had one.
     pub(crate) fn take_reduced(&self, param: usize) -> Option<Bytes> {
-        let gradient = self.lock().reduced[param].take()?;
+        let mut state = self.lock();
+        let gradient = state.reduced[param].take()?;
+        state.held.reduced -= gradient.len();
         (!is_missing(&gradient, self.dtypes[param])).then_some(gradient)
     }
 
@@ -295,16 +348,14 @@ impl Engine {
 
     /// Drops all gradients, reduced or not.
     pub(crate) fn discard_gradients(&self) {
-        let mut state = self.lock();
-        state.reduced.iter_mut().for_each(|gradient| *gradient = None);
-        state.local.iter_mut().for_each(|gradient| *gradient = None);
+        self.lock().discard_gradients();
     }
 
     /// The step is over, whether it changed the parameters or not.
     pub(crate) fn end_step(&self) {
         let mut state = self.lock();
         state.step += 1;
-        state.backwards = 0;
+        (state.backwards, state.items) = (0, None);
     }
 
     /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
@@ -354,7 +405,7 @@ impl Engine {
             Use::Forward => {
                 if state.last_entered != Some(spec.unit) {
                     state.last_entered = Some(spec.unit);
-                    state.entered += 1;
+                    state.entered = (state.entered + 1).min(MAX_RUNGS);
                 }
                 state.schedule.forward(spec.unit)
             }
@@ -387,8 +438,11 @@ impl Engine {
         }
         let path = &self.plan.params()[param].path;
         Err(self.misuse(
-            &format!("parameter `{path}` was replaced in a copy of the sharded model"),
-            "change weights before sharding, or through the optimizer",
+            &format!(
+                "parameter `{path}` is not the one the engine holds: this copy of the model is older than the last \
+                      step, or its weights were replaced"
+            ),
+            "call `valid()` again after a step, and change weights before sharding or through the optimizer",
         ))
     }
 
@@ -396,16 +450,23 @@ impl Engine {
         let mut state = self.lock();
         if !state.in_backward {
             return Err(self.misuse(
-                "backward was called on the loss itself, so gradients would not be reduced",
-                "call `model.backward(loss)` in place of `loss.backward()`",
+                "backward reached this model without its `backward`, so its gradients would not be reduced",
+                "call `model.backward(loss)` in place of `loss.backward()`; a model inside another model's loss must be \
+                 frozen (`no_grad`) or be a field of it",
             ));
         }
-        let sum = match state.local[param].take() {
-            Some(sum) => Flex::float_add(sum, gradient),
-            None => gradient,
-        };
-        state.local[param] = Some(sum);
-        self.note_gradients(&mut state);
+        if !state.void {
+            let bytes = self.plan.params()[param].layout.full_len() * self.dtypes[param].size_bytes();
+            let sum = match state.local[param].take() {
+                Some(sum) => Flex::float_add(sum, gradient),
+                None => {
+                    state.held.local += bytes;
+                    gradient
+                }
+            };
+            state.local[param] = Some(sum);
+            state.note();
+        }
         let unit = self.plan.params()[param].unit;
         self.computes(&mut state, SpanKind::Backward, unit);
         let actions = state.schedule.gradient(unit);
@@ -415,8 +476,10 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
-    fn begin_backward(&self) -> Result<(), Error> {
+    fn begin_backward(&self, items: Option<(f64, bool)>) -> Result<(), Error> {
         let mut state = self.lock();
+        state.void = items.is_some_and(|(_, any_here)| !any_here);
+        state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
         self.rests(&mut state);
         if state.schedule.needs_reduce_order() {
             let order = self.agree_on_order(state.schedule.expected_reduce_order(), state.step)?;

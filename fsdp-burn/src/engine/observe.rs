@@ -2,15 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use burn::backend::TensorMetadata;
-use burn::backend::flex::FlexTensor;
-use bytes::Bytes;
 use fsdp_core::{Pending, PlannedParam, Span, SpanKind, TraceStream, UnitIndex};
 
-use super::{Engine, Gathered, State};
+use super::{Engine, State};
 use crate::Error;
 
-/// What an engine has done since its start, or since a snapshot was taken.
+/// What an engine has done since its start, or since its statistics were reset.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EngineStats {
     /// Time that forward and backward stood still for a gather.
@@ -118,28 +115,27 @@ impl Engine {
         change(&mut span);
         trace.add(span);
     }
+}
 
-    pub(super) fn note_gathered(&self, state: &mut State) {
-        let gathered = |unit: UnitIndex| -> usize {
-            self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
-        };
-        let held = (0..state.units.len()).filter(|&unit| !matches!(state.units[unit].gathered, Gathered::No));
-        let bytes = held.map(gathered).sum();
-        state.stats.peak_gathered_bytes = state.stats.peak_gathered_bytes.max(bytes);
-        let stored = state.stored.iter().map(Bytes::len).sum();
-        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
-    }
+/// Bytes that the engine holds at the moment, by kind.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Held {
+    pub(super) stored: usize,
+    pub(super) gathered: usize,
+    /// Whole gradients of this rank.
+    pub(super) local: usize,
+    /// Whole gradients on their way.
+    pub(super) reducing: usize,
+    pub(super) reduced: usize,
+}
 
-    pub(super) fn note_gradients(&self, state: &mut State) {
-        let size = |(param, gradient): (usize, &Option<FlexTensor>)| match gradient {
-            Some(gradient) => gradient.shape().num_elements() * self.dtypes[param].size_bytes(),
-            None => 0,
-        };
-        let local: usize = state.local.iter().enumerate().map(size).sum();
-        let reducing: usize = state.units.iter().map(|unit| unit.reducing_bytes).sum();
-        let reduced: usize = state.reduced.iter().flatten().map(Bytes::len).sum();
-        state.stats.peak_gradient_bytes = state.stats.peak_gradient_bytes.max(local + reducing + reduced);
-        let stored = state.stored.iter().map(Bytes::len).sum();
-        state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);
+impl State {
+    /// Keeps the largest sizes so far.
+    pub(super) fn note(&mut self) {
+        let Held { stored, gathered, local, reducing, reduced } = self.held;
+        let stats = &mut self.stats;
+        stats.peak_parameter_bytes = stats.peak_parameter_bytes.max(stored);
+        stats.peak_gathered_bytes = stats.peak_gathered_bytes.max(gathered);
+        stats.peak_gradient_bytes = stats.peak_gradient_bytes.max(local + reducing + reduced);
     }
 }

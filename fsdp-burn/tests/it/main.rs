@@ -9,5 +9,6 @@ mod failure;
 mod numbers;
 mod optimizers;
 mod parity;
+mod recovery;
 mod shapes;
 mod traffic;

@@ -73,7 +73,8 @@ fn weights_that_are_no_weights_are_an_error_on_every_rank() {
         });
         for (rank, result) in results.unwrap().into_iter().enumerate() {
             let error = result.unwrap_err();
-            assert!(error.contains(&format!("rank {rank}: the weights of the loss")), "{weights:?}: {error}");
+            let mine = format!("with {} on this one", weights[rank]);
+            assert!(error.contains("the weights of the loss") && error.contains(&mine), "{weights:?}: {error}");
         }
     }
 }

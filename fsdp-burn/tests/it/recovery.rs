@@ -1,0 +1,140 @@
+//! What goes wrong on the way leaves nothing behind: given-up forwards, losses that do not count, ranks that end early.
+
+use burn::tensor::Tensor;
+use fsdp_burn::{Error, Stage, TrainingConfig, launch};
+
+use crate::common::models::{Mlp, Trial};
+use crate::common::run::{
+    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share, start,
+    weights,
+};
+
+#[test]
+fn forwards_without_backward_cost_nothing_afterwards() {
+    for stage in Stage::ALL {
+        let peaks = |num_abandoned: usize| {
+            let results = launch(&config(stage, 2), move |rank| {
+                let mut model = start::<Mlp>(&rank)?;
+                let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+                for step in 0..5 {
+                    if step == 1 {
+                        for _ in 0..num_abandoned {
+                            drop(model.loss(step, share(&rank), &rank.device()));
+                        }
+                    }
+                    let loss = model.loss(step, share(&rank), &rank.device());
+                    let gradients = model.backward(loss)?;
+                    optim.step(0.05, &mut model, gradients)?;
+                    // The step after it still gathers ahead in the order of that long forward.
+                    if step == 2 {
+                        model.reset_stats();
+                    }
+                }
+                let stats = model.stats();
+                Ok(([stats.peak_gathered_bytes, stats.peak_gradient_bytes], weights(&model)?))
+            });
+            results.unwrap().remove(0)
+        };
+        let ((expected, expected_weights), (got, got_weights)) = (peaks(0), peaks(20));
+        assert_eq!(expected, got, "{stage}: peak bytes of gathered units and of gradients");
+        assert!(expected_weights == got_weights, "{stage}: other weights");
+    }
+}
+
+#[test]
+fn a_rank_of_weight_zero_does_not_count_whatever_its_loss_is() {
+    for stage in Stage::ALL {
+        let run = |poison: bool| {
+            on_ranks(&config(stage, 2), move |rank| {
+                let mut model = start::<Mlp>(&rank)?;
+                let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+                for step in 0..3 {
+                    let mut loss = model.loss(step, share(&rank), &rank.device());
+                    if poison && rank.rank() == 1 {
+                        loss = loss / Tensor::zeros([1], &rank.device());
+                    }
+                    let weight = if rank.rank() == 1 { 0.0 } else { 15.0 };
+                    let gradients = model.backward_weighted(loss, weight)?;
+                    optim.step(0.05, &mut model, gradients)?;
+                }
+                Ok(Outcome { weights: weights(&model)?, ..Outcome::default() })
+            })
+        };
+        assert_parity(&format!("{stage}"), &run(false), &run(true), Tolerance::EXACT);
+    }
+}
+
+#[test]
+fn weights_of_losses_count_over_all_micro_batches_and_ranks() {
+    // Two micro-batches on two ranks, of 12 and 3, 9 and 6 samples: as one device over all 30.
+    const LENS: [[usize; 2]; 2] = [[12, 3], [9, 6]];
+    let (model, device) = plain_model::<Mlp>();
+    let parts: Vec<_> = LENS.iter().enumerate().flat_map(|(batch, lens)| lens.map(|len| (batch, len))).collect();
+    let sum = parts.iter().map(|&(batch, len)| model.loss(batch, 0..len, &device) * (len as f32 / 30.0));
+    let loss = sum.reduce(|a, b| a + b).unwrap();
+    let mut outcome = Outcome { losses: vec![scalar(&loss)], ..Outcome::default() };
+    let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
+    outcome.weights = plain_weights(&Optimizer::Sgd.build().step(0.05, model, gradients));
+    for stage in Stage::ALL {
+        let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
+        let got = on_ranks(&fsdp_burn::Config { training, ..config(stage, 2) }, |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            let mut sum = 0.0;
+            for (batch, lens) in LENS.iter().enumerate() {
+                let len = lens[rank.rank()];
+                let loss = model.loss(batch, 0..len, &rank.device());
+                sum += scalar(&loss) * len as f64 / 30.0;
+                let gradients = model.backward_weighted(loss, len as f64)?;
+                optim.step(0.05, &mut model, gradients)?;
+            }
+            Ok(Outcome { losses: vec![rank.sum(sum)?], weights: weights(&model)?, ..Outcome::default() })
+        });
+        assert_parity(&format!("{stage}"), &outcome, &got, Optimizer::Sgd.tolerance());
+    }
+}
+
+#[test]
+fn gradients_of_another_model_are_refused() {
+    let results = launch(&config(Stage::Parameters, 2), |rank| {
+        let one = start::<Mlp>(&rank)?;
+        let mut other = start::<Mlp>(&rank)?;
+        let gradients = one.backward(one.loss(0, share(&rank), &rank.device()))?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        Ok(optim.step(0.05, &mut other, gradients).unwrap_err().to_string())
+    });
+    for error in results.unwrap() {
+        assert!(error.contains("from another model") && error.contains("its own `backward`"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_fails_at_once_is_the_one_that_is_named() {
+    for _ in 0..50 {
+        let error = launch(&config(Stage::Ddp, 4), |rank| match rank.rank() {
+            0 => Err(Error::program("no data")),
+            // A program may turn the consequence of a failure into a failure of its own.
+            _ => rank.sum(1.0).map_err(|error| Error::program(error.to_string())),
+        });
+        assert_eq!(error.unwrap_err().to_string(), "rank 0: no data");
+    }
+}
+
+#[test]
+fn a_rank_lost_before_the_step_ends_the_others_with_its_name() {
+    for stage in Stage::ALL {
+        let error = launch(&config(stage, 2), |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for step in 0..2 {
+                let gradients = model.backward(model.loss(step, share(&rank), &rank.device()))?;
+                if step == 1 && rank.rank() == 1 {
+                    return Err(Error::program("gone"));
+                }
+                optim.step(0.05, &mut model, gradients)?;
+            }
+            rank.barrier()
+        });
+        assert_eq!(error.unwrap_err().to_string(), "rank 1: gone", "{stage}");
+    }
+}

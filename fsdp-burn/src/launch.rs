@@ -81,7 +81,10 @@ where
             // First the result, so that this failure arrives before those that follow from it. The launcher may have
             // given up on this rank.
             let _ = sender.send((number, result));
-            cause.into_iter().for_each(|cause| communicator.abort(cause));
+            match cause {
+                Some(cause) => communicator.abort(cause),
+                None => communicator.leave(),
+            }
         };
         let spawned = thread::Builder::new().name(format!("rank {number}")).spawn(run);
         if let Err(source) = spawned {

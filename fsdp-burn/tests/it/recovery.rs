@@ -1,5 +1,7 @@
 //! What goes wrong on the way leaves nothing behind: given-up forwards, losses that do not count, ranks that end early.
 
+use std::time::{Duration, Instant};
+
 use burn::tensor::Tensor;
 use fsdp_burn::{Error, Stage, TrainingConfig, launch};
 
@@ -137,4 +139,21 @@ fn a_rank_lost_before_the_step_ends_the_others_with_its_name() {
         });
         assert_eq!(error.unwrap_err().to_string(), "rank 1: gone", "{stage}");
     }
+}
+
+#[test]
+fn a_rank_with_fewer_steps_is_named_at_once() {
+    let begun = Instant::now();
+    let error = launch(&fsdp_burn::Config { timeout_s: 300.0, ..config(Stage::Parameters, 3) }, |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        for step in 0..if rank.rank() == 2 { 1 } else { 2 } {
+            let gradients = model.backward(model.loss(step, share(&rank), &rank.device()))?;
+            optim.step(0.05, &mut model, gradients)?;
+        }
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("for rank 2, whose program has returned") && error.contains("step 1, forward"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(60), "it did not wait for the time limit");
 }

@@ -30,6 +30,23 @@ pub enum CommError {
         missing: Vec<usize>,
     },
 
+    /// A rank has ended while others still wait for it. The rank that noticed has aborted the world.
+    #[error(
+        "rank {rank} waits in {kind} ({tag}) for {}, whose program has returned. Every rank must make the same steps: deal \
+         out the data evenly, or stop all ranks where the shortest share ends",
+        Ranks(left)
+    )]
+    Left {
+        /// The rank that waited.
+        rank: usize,
+        /// The operation it waited in.
+        kind: OpKind,
+        /// Where that operation was issued.
+        tag: OpTag,
+        /// The ranks that have ended.
+        left: Vec<usize>,
+    },
+
     /// Two ranks issued different operations where the same one was due. Every rank gets this error.
     #[error(
         "ranks issued different operations: {first}, but {second}; the {what} differs. Run the same units in the same \

@@ -24,6 +24,8 @@ use crate::ShardLayout;
 pub struct LocalWorld {
     timeout: Duration,
     cause: OnceLock<AbortCause>,
+    /// Ranks that will make no further call.
+    left: Mutex<Vec<usize>>,
     /// Every channel and group that still exists, for an abort to find the ranks that wait.
     domains: Mutex<Vec<Weak<Domain>>>,
     pool: Arc<Pool>,
@@ -55,7 +57,13 @@ impl LocalWorld {
     /// # Ok::<(), fsdp_core::CommError>(())
     /// ```
     pub fn connect(world_size: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
-        let world = Arc::new(Self { timeout, cause: OnceLock::new(), domains: Mutex::default(), pool: Arc::default() });
+        let world = Arc::new(Self {
+            timeout,
+            cause: OnceLock::new(),
+            left: Mutex::default(),
+            domains: Mutex::default(),
+            pool: Arc::default(),
+        });
         let domain = Domain::create(&world, (0..world_size).collect());
         (0..world_size).map(|rank| LocalRank::create(&domain, rank)).collect()
     }
@@ -63,18 +71,23 @@ impl LocalWorld {
     /// Returns the cause that won, which is `cause` unless the world had been aborted before.
     fn abort(&self, cause: AbortCause) -> &AbortCause {
         if self.cause.set(cause).is_ok() {
-            let domains: Vec<_> = lock(&self.domains).iter().filter_map(Weak::upgrade).collect();
-            for domain in domains {
-                let slots: Vec<_> = lock(&domain.slots).values().cloned().collect();
-                for slot in slots {
-                    // A waiter looks for the cause and falls asleep under this lock, so it either has seen the cause
-                    // or is asleep by now and hears the notification.
-                    drop(lock(&slot.state));
-                    slot.changed.notify_all();
-                }
-            }
+            self.wake_all();
         }
         self.cause.get().expect("the cause was set above, or by another rank before")
+    }
+
+    /// Lets every rank that waits look again at what has changed in the world.
+    fn wake_all(&self) {
+        let domains: Vec<_> = lock(&self.domains).iter().filter_map(Weak::upgrade).collect();
+        for domain in domains {
+            let slots: Vec<_> = lock(&domain.slots).values().cloned().collect();
+            for slot in slots {
+                // A waiter looks and falls asleep under this lock, so it either has seen the change or is asleep by now
+                // and hears the notification.
+                drop(lock(&slot.state));
+                slot.changed.notify_all();
+            }
+        }
     }
 
     fn check_alive(&self, rank: usize) -> Result<(), CommError> {
@@ -340,6 +353,12 @@ impl Communicator for LocalRank {
     fn aborted(&self) -> Option<AbortCause> {
         self.domain.world.cause.get().cloned()
     }
+
+    fn leave(&self) {
+        let world = &self.domain.world;
+        lock(&world.left).push(self.member().world_rank);
+        world.wake_all();
+    }
 }
 
 /// A rank's stay in a slot. The last rank to leave removes the slot.
@@ -386,16 +405,23 @@ impl Visit<'_> {
                 return Ok(state);
             }
             world.check_alive(rank)?;
-            let Some(remaining) = world.timeout.checked_sub(start.elapsed()) else {
-                drop(state);
-                let missing = missing.into_iter().map(|rank| ranks[rank]).collect();
-                let (kind, tag, waited) = (self.kind, self.tag.clone(), world.timeout);
-                let error = CommError::Timeout { rank, kind, tag, waited, missing };
-                let ours = AbortCause::Collective(Box::new(error.clone()));
-                let cause = world.abort(ours.clone());
-                return Err(if *cause == ours { error } else { ended(rank, cause) });
+            let missing: Vec<usize> = missing.into_iter().map(|rank| ranks[rank]).collect();
+            let (kind, tag) = (self.kind, || self.tag.clone());
+            let left: Vec<usize> = lock(&world.left).iter().copied().filter(|rank| missing.contains(rank)).collect();
+            let remaining = world.timeout.checked_sub(start.elapsed());
+            let error = match remaining {
+                _ if !left.is_empty() => CommError::Left { rank, kind, tag: tag(), left },
+                None => CommError::Timeout { rank, kind, tag: tag(), waited: world.timeout, missing },
+                Some(remaining) => {
+                    let woken = self.slot.changed.wait_timeout(state, remaining);
+                    state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
             };
-            state = self.slot.changed.wait_timeout(state, remaining).unwrap_or_else(PoisonError::into_inner).0;
+            drop(state);
+            let ours = AbortCause::Collective(Box::new(error.clone()));
+            let cause = world.abort(ours.clone());
+            return Err(if *cause == ours { error } else { ended(rank, cause) });
         }
     }
 }
@@ -429,6 +455,7 @@ mod tests {
         let world = Arc::new(LocalWorld {
             timeout: Duration::from_secs(30),
             cause: OnceLock::new(),
+            left: Mutex::default(),
             domains: Mutex::default(),
             pool: Arc::default(),
         });

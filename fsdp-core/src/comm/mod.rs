@@ -95,6 +95,10 @@ pub trait Communicator: Send + Sync + Debug {
     /// abort still ends all of them.
     fn subgroup(&self, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
 
+    /// This rank's program has returned, and makes no further call on any channel or group. Whoever waits for it is told
+    /// so, where the engine can; by default they run into their timeout.
+    fn leave(&self) {}
+
     /// Ends every wait of every rank, on all channels and groups of the world, with this cause. The first cause wins.
     fn abort(&self, cause: AbortCause);
 

@@ -185,6 +185,7 @@ fn ranks() -> String {
         waited: Duration::from_secs(300),
         missing: vec![2],
     };
+    let left = CommError::Left { rank: 0, kind: OpKind::AllGather, tag: tag("tokens"), left: vec![2] };
     let mismatch = CommError::Mismatch {
         what: "tag",
         first: Box::new(issued(0, "blocks.3")),
@@ -197,6 +198,7 @@ fn ranks() -> String {
         &[
             ("A rank that panicked:", panicked.to_string()),
             ("A rank that did not come to a collective:", timeout.to_string()),
+            ("A rank that has made fewer steps than the others:", left.to_string()),
             ("Ranks that did different things:", mismatch.to_string()),
             ("A rank that does not end:", stuck.to_string()),
         ],

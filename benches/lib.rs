@@ -1,5 +1,9 @@
-//! What the benchmarks share: the GPT that the peers in other frameworks train, too.
+//! What the benchmarks share: the GPT of the examples with its batches, and what is made of the numbers.
 
-mod gpt;
+mod fit;
+mod shape;
+mod spread;
 
-pub use gpt::{Gpt, GptShape};
+pub use fit::fit;
+pub use shape::GptShape;
+pub use spread::{Spread, load_average, median};

@@ -1,13 +1,13 @@
 //! Bytes that a training step holds, by phase, counted at the allocator: beside the prediction.
 //!
-//! `cargo bench -p fsdp-benches --bench memory -- --ranks 2`
+//! `cargo bench --bench memory -- --ranks 2`
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::Device;
 use clap::Parser;
 use fsdp_benches::GptShape;
 use fsdp_burn::{Config, Error, Rank, Stage, launch};
@@ -102,7 +102,8 @@ fn sharded(args: &Args, rank: &Rank, mode: &str) -> Result<(), Error> {
     for step in 0..3 {
         let mut row = Vec::new();
         mark(rank, &mut row, false)?;
-        let loss = model.loss(tokens(&args.shape, &device), targets(&args.shape, &device));
+        let (inputs, targets) = args.shape.batch(step, rank.rank(), &device);
+        let loss = model.loss(inputs, targets);
         mark(rank, &mut row, true)?;
         let gradients = model.backward(loss)?;
         mark(rank, &mut row, true)?;
@@ -123,7 +124,8 @@ fn plain(args: &Args, rank: &Rank) -> Result<(), Error> {
     for step in 0..3 {
         let mut row = Vec::new();
         mark(rank, &mut row, false)?;
-        let loss = model.loss(tokens(&args.shape, &device), targets(&args.shape, &device));
+        let (inputs, targets) = args.shape.batch(step, rank.rank(), &device);
+        let loss = model.loss(inputs, targets);
         mark(rank, &mut row, true)?;
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         mark(rank, &mut row, true)?;
@@ -132,14 +134,4 @@ fn plain(args: &Args, rank: &Rank) -> Result<(), Error> {
         print(rank, "plain", step, &row);
     }
     Ok(())
-}
-
-fn tokens(shape: &GptShape, device: &Device) -> Tensor<2, Int> {
-    let values: Vec<i64> = (0..shape.batch * shape.sequence).map(|i| (i * 7 % shape.vocabulary) as i64).collect();
-    Tensor::from_data(TensorData::new(values, [shape.batch, shape.sequence]), device)
-}
-
-fn targets(shape: &GptShape, device: &Device) -> Tensor<1, Int> {
-    let values: Vec<i64> = (0..shape.batch * shape.sequence).map(|i| (i * 11 % shape.vocabulary) as i64).collect();
-    Tensor::from_data(TensorData::new(values, [shape.batch * shape.sequence]), device)
 }

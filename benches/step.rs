@@ -1,15 +1,16 @@
 //! Seconds per training step of a GPT at every stage, beside the same ranks without communication, interleaved.
 //!
-//! `cargo bench -p fsdp-benches --bench step -- --rounds 3 --steps 10`
+//! `cargo bench --bench step -- --rounds 3 --steps 10`
 
 use std::time::Instant;
 
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::Device;
 use clap::Parser;
-use fsdp_benches::{Gpt, GptShape};
+use fsdp_benches::{GptShape, Spread, load_average, median};
 use fsdp_burn::{Config, Error, PrefetchConfig, Rank, Stage, launch};
+use fsdp_examples::Gpt;
 use serde::Serialize;
 
 // Burn maps and unmaps memory for every large tensor with the system's allocator, on all ranks at once, and each unmapping
@@ -42,15 +43,15 @@ struct Args {
     /// Writes all results to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
-    /// Set by cargo.
     /// Without Burn's balanced gradient checkpointing.
     #[arg(long)]
     hold: bool,
+    /// Set by cargo.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What a mode took, medians over ranks' slowest step.
+/// What the steps of a mode took, each by its slowest rank.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Times {
     step: Vec<f64>,
@@ -58,6 +59,8 @@ struct Times {
     backward: Vec<f64>,
     optimizer: Vec<f64>,
     exposed: Vec<f64>,
+    /// Seconds of all cores, per step and rank: one value for each run.
+    cpu: Vec<f64>,
     last_loss: f64,
 }
 
@@ -71,24 +74,38 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     let plain = results.iter().find(|(mode, _)| mode == "plain").map(|(_, times)| median(&times.step));
+    println!("{} ranks, load average {}", args.ranks, load_average());
     println!(
-        "{:>6} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}",
-        "mode", "step s", "forward", "backward", "optim", "exposed", "tokens/s", "vs plain"
+        "{:>6} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}",
+        "mode",
+        "step s",
+        "min",
+        "max",
+        "forward",
+        "backward",
+        "optim",
+        "exposed",
+        "cpu s",
+        "tokens/s",
+        "vs plain",
+        "loss"
     );
     let tokens = (args.ranks * args.shape.batch * args.shape.sequence) as f64;
     for (mode, times) in &results {
-        let step = median(&times.step);
+        let step = Spread::of(&times.step);
         println!(
-            "{mode:>6} {step:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>9.0} {:>8}   loss {:.4}",
+            "{mode:>6} {step} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>9.0} {:>8} {:>8.4}",
             median(&times.forward),
             median(&times.backward),
             median(&times.optimizer),
             median(&times.exposed),
-            tokens / step,
-            plain.map_or("-".into(), |plain| format!("{:.3}", step / plain)),
+            median(&times.cpu),
+            tokens / step.median,
+            plain.map_or("-".into(), |plain| format!("{:.3}", step.median / plain)),
             times.last_loss,
         );
     }
+    println!("most memory of the process at any time, in all modes: {}", peak_resident());
     if let Some(file) = &args.json {
         let modes: serde_json::Map<_, _> = results
             .iter()
@@ -120,6 +137,7 @@ fn run(args: &Args, stage: Option<Stage>, times: &mut Times) -> Result<(), Error
     times.backward.extend(slowest(|times| &times.backward));
     times.optimizer.extend(slowest(|times| &times.optimizer));
     times.exposed.extend(slowest(|times| &times.exposed));
+    times.cpu.extend(&ranks[0].cpu);
     times.last_loss = ranks[0].last_loss;
     Ok(())
 }
@@ -129,9 +147,13 @@ fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
     let mut model = rank.shard(args.shape.init(&device))?;
     let mut optim = rank.optimizer(AdamWConfig::new().with_weight_decay(0.1).init())?;
     let mut times = Times::default();
+    let mut cpu_before = 0.0;
     for step in 0..args.warmup + args.steps {
-        let (tokens, targets) = batch(&args.shape, step, rank.rank(), &device);
+        let (tokens, targets) = args.shape.batch(step, rank.rank(), &device);
         rank.barrier()?;
+        if step == args.warmup {
+            cpu_before = cpu_seconds();
+        }
         model.reset_stats();
         let start = Instant::now();
         let loss = model.loss(tokens, targets);
@@ -149,6 +171,8 @@ fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
             times.exposed.push(model.stats().exposed().as_secs_f64());
         }
     }
+    rank.barrier()?;
+    times.cpu.push((cpu_seconds() - cpu_before) / (args.steps * args.ranks) as f64);
     Ok(times)
 }
 
@@ -157,11 +181,15 @@ fn plain(args: &Args, rank: &Rank) -> Result<Times, Error> {
     let mut model: Gpt = args.shape.init(&device);
     let mut optim = AdamWConfig::new().with_weight_decay(0.1).init();
     let mut times = Times::default();
+    let mut cpu_before = 0.0;
     // Lazy parameters would share their lock, and tracked ones their graph, with nobody: each rank builds its own.
     model = model.fork(&device);
     for step in 0..args.warmup + args.steps {
-        let (tokens, targets) = batch(&args.shape, step, rank.rank(), &device);
+        let (tokens, targets) = args.shape.batch(step, rank.rank(), &device);
         rank.barrier()?;
+        if step == args.warmup {
+            cpu_before = cpu_seconds();
+        }
         let start = Instant::now();
         let loss = model.loss(tokens, targets);
         let forward = start.elapsed();
@@ -178,28 +206,23 @@ fn plain(args: &Args, rank: &Rank) -> Result<Times, Error> {
             times.exposed.push(0.0);
         }
     }
+    rank.barrier()?;
+    times.cpu.push((cpu_seconds() - cpu_before) / (args.steps * args.ranks) as f64);
     Ok(times)
 }
 
-/// Tokens that depend on the step and the rank alone, and repeat every four steps, so that the loss falls.
-fn batch(shape: &GptShape, step: usize, rank: usize, device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
-    let mut state = (1000 * (step % 4) + rank + 1) as u64;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 33) % shape.vocabulary as u64) as i64
-    };
-    let (batch, sequence) = (shape.batch, shape.sequence);
-    let text: Vec<i64> = (0..batch * (sequence + 1)).map(|_| next()).collect();
-    let rows = |from: usize| -> Vec<i64> {
-        text.chunks(sequence + 1).flat_map(|row| row[from..from + sequence].to_vec()).collect()
-    };
-    let tokens = Tensor::from_data(TensorData::new(rows(0), [batch, sequence]), device);
-    let targets = Tensor::from_data(TensorData::new(rows(1), [batch * sequence]), device);
-    (tokens, targets)
+/// Seconds that all threads of this process have computed, by the system's clock of 100 ticks a second; NaN where it
+/// does not tell.
+fn cpu_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The name of the program comes first, in parentheses, and may contain spaces.
+    let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace();
+    let ticks: Option<Vec<f64>> = fields.skip(11).take(2).map(|ticks| ticks.parse().ok()).collect();
+    ticks.filter(|ticks| ticks.len() == 2).map_or(f64::NAN, |ticks| (ticks[0] + ticks[1]) / 100.0)
 }
 
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+/// The largest resident set that the process has had.
+fn peak_resident() -> String {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix("VmHWM:")).map_or("unknown".into(), |size| size.trim().to_owned())
 }

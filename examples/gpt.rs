@@ -72,7 +72,10 @@ impl GptConfig {
             positions: embedding(self.sequence),
             blocks: (0..self.layers).map(block).collect(),
             norm: norm(),
-            head: linear(self.width, self.vocabulary),
+            head: LinearConfig::new(self.width, self.vocabulary)
+                .with_bias(false)
+                .with_initializer(initializer.clone())
+                .init(device),
         }
     }
 }

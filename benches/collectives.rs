@@ -1,0 +1,249 @@
+//! How fast the collectives between ranks of one process are, beside plain copies by the same number of threads.
+//!
+//! `cargo bench --bench collectives -- --ranks 2`
+//!
+//! What counts, for a tensor of S bytes on N ranks:
+//!
+//! - In an all-gather each rank copies its own block, S/N bytes, into a buffer that all ranks fill. Its reference copies
+//!   S/N bytes per thread.
+//! - In a reduction each rank reads its block from the tensors of all N ranks, S bytes, and writes one block, S/N bytes,
+//!   to memory that the allocator has just given. Its reference copies S bytes per thread. A copy also writes what it
+//!   reads, so the last column compares with a copy of as much traffic to memory, (S + S/N)/2 bytes.
+//!
+//! References copy between two buffers of each thread's own that have been touched before.
+
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use clap::Parser;
+use fsdp_benches::{fit, load_average, median};
+use fsdp_core::{
+    CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, OpTag, Phase, Reduce, ReducePart, ShardLayout,
+};
+use serde::Serialize;
+
+/// Operations are repeated back to back until they have moved about this much, so that the clock sees enough.
+const BATCH_BYTES: usize = 64 << 20;
+
+#[derive(Clone, Debug, Parser)]
+struct Args {
+    /// Ranks, each a thread.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    ranks: u16,
+    /// Smallest tensor, in KiB.
+    #[arg(long, default_value_t = 1)]
+    min_kib: usize,
+    /// Largest tensor, in KiB. Sizes are powers of four times the smallest.
+    #[arg(long, default_value_t = 256 << 10)]
+    max_kib: usize,
+    /// Measurements of each size, of which the median counts.
+    #[arg(long, default_value_t = 15)]
+    repetitions: usize,
+    /// Writes all results to this file.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Set by cargo.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+enum Work {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    /// Copies one block per thread.
+    CopyBlock,
+    /// Copies as much as the whole tensor per thread.
+    CopyWhole,
+}
+
+impl Work {
+    const ALL: [Work; 5] = [Work::CopyBlock, Work::AllGather, Work::CopyWhole, Work::ReduceScatter, Work::AllReduce];
+    const COLLECTIVES: [Work; 3] = [Work::AllGather, Work::ReduceScatter, Work::AllReduce];
+
+    fn name(self) -> &'static str {
+        match self {
+            Work::AllGather => "all-gather",
+            Work::ReduceScatter => "reduce-scatter",
+            Work::AllReduce => "all-reduce",
+            Work::CopyBlock => "copy of a block",
+            Work::CopyWhole => "copy of the whole",
+        }
+    }
+
+    /// The copy that a collective is compared with.
+    fn reference(self) -> Work {
+        if self == Work::AllGather { Work::CopyBlock } else { Work::CopyWhole }
+    }
+}
+
+/// Medians of one size.
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    work: Work,
+    /// Bytes of the whole tensor.
+    tensor_bytes: usize,
+    /// Bytes that each rank reads.
+    moved_bytes: usize,
+    seconds: f64,
+    copy_seconds: f64,
+    /// The share of the copy's speed.
+    ratio: f64,
+    /// The same against a copy of as much traffic to memory.
+    traffic_ratio: f64,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args = Args::parse();
+    let ranks = usize::from(args.ranks);
+    let sizes = std::iter::successors(Some(args.min_kib.max(1)), |kib| kib.checked_mul(4));
+    println!("{ranks} ranks, medians of {}, load average {}", args.repetitions, load_average());
+    println!(
+        "{:>15} {:>11} {:>11} {:>9} {:>10} {:>10} {:>9}",
+        "", "tensor KiB", "µs", "GB/s", "copy GB/s", "of copy", "of traffic"
+    );
+    let mut rows = Vec::new();
+    for kib in sizes.take_while(|&kib| kib <= args.max_kib) {
+        for row in measure(ranks, kib << 10, args.repetitions)? {
+            let rate = |seconds: f64| row.moved_bytes as f64 / seconds / 1e9;
+            println!(
+                "{:>15} {kib:>11} {:>11.1} {:>9.2} {:>10.2} {:>9.0}% {:>9.0}%",
+                row.work.name(),
+                row.seconds * 1e6,
+                rate(row.seconds),
+                rate(row.copy_seconds),
+                100.0 * row.ratio,
+                100.0 * row.traffic_ratio,
+            );
+            rows.push(row);
+        }
+    }
+    println!("\nT = α + β·S, S being the bytes that a rank reads; load average {}", load_average());
+    let mut links = serde_json::Map::new();
+    for work in Work::COLLECTIVES {
+        let of_work = rows.iter().filter(|row| row.work == work);
+        let points: Vec<_> = of_work.map(|row| (row.moved_bytes as f64, row.seconds)).collect();
+        if let Some(Link { alpha_s, beta_s_per_byte }) = fit(&points) {
+            println!("{:>15}   α {:>7.1} µs   1/β {:>6.2} GB/s", work.name(), alpha_s * 1e6, 1e-9 / beta_s_per_byte);
+            let link = serde_json::json!({ "alpha_s": alpha_s, "beta_s_per_byte": beta_s_per_byte });
+            links.insert(work.name().to_owned(), link);
+        }
+    }
+    if let Some(file) = &args.json {
+        let all = serde_json::json!({ "ranks": ranks, "rows": rows, "fits": links });
+        std::fs::write(file, serde_json::to_string_pretty(&all)?)?;
+    }
+    Ok(())
+}
+
+/// All collectives on a tensor of `tensor_bytes`, each beside its copy. All kinds of work take turns, so that whatever
+/// else the machine does slows all of them alike.
+fn measure(ranks: usize, tensor_bytes: usize, repetitions: usize) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
+    let together = Arc::new(Barrier::new(ranks));
+    let world = LocalWorld::connect(ranks, Duration::from_secs(60));
+    let spawn = |comm: Arc<dyn Communicator>| {
+        let together = together.clone();
+        thread::spawn(move || RankWork::new(comm, tensor_bytes).run(repetitions, &together))
+    };
+    let threads: Vec<_> = world.into_iter().map(spawn).collect();
+    let mut spans = Vec::new();
+    for thread in threads {
+        spans.push(thread.join().map_err(|_| "a rank panicked")??);
+    }
+    // From the first rank's start to the last rank's end.
+    let seconds = |work: Work| {
+        let place = Work::ALL.iter().position(|&other| other == work).unwrap_or_default();
+        let of_repetition = |repetition: usize| {
+            let spans = spans.iter().map(|rank| rank[repetition][place]);
+            let start = spans.clone().map(|(start, _)| start).min();
+            let end = spans.map(|(_, end)| end).max();
+            start.zip(end).map_or(f64::NAN, |(start, end)| (end - start).as_secs_f64())
+        };
+        median(&(0..repetitions).map(of_repetition).collect::<Vec<_>>()) / num_batched(tensor_bytes) as f64
+    };
+    let row = |work: Work| {
+        let (seconds, copy_seconds) = (seconds(work), seconds(work.reference()));
+        let ratio = copy_seconds / seconds;
+        let (moved_bytes, traffic_ratio) = match work {
+            Work::AllGather => (tensor_bytes / ranks, ratio),
+            _ => (tensor_bytes, ratio * (ranks + 1) as f64 / (2 * ranks) as f64),
+        };
+        Row { work, tensor_bytes, moved_bytes, seconds, copy_seconds, ratio, traffic_ratio }
+    };
+    Ok(Work::COLLECTIVES.map(row).into())
+}
+
+/// How many operations are timed together.
+fn num_batched(tensor_bytes: usize) -> usize {
+    (BATCH_BYTES / tensor_bytes).clamp(1, 512)
+}
+
+/// One rank with its data.
+struct RankWork {
+    comm: Arc<dyn Communicator>,
+    tensor_bytes: usize,
+    block: GatherPart,
+    whole: ReducePart,
+    source: Vec<u8>,
+    target: Vec<u8>,
+}
+
+impl RankWork {
+    fn new(comm: Arc<dyn Communicator>, tensor_bytes: usize) -> Self {
+        let layout = ShardLayout::new(&[tensor_bytes / 4], 0, comm.world_size());
+        // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
+        let ones = |len: usize| Bytes::from(1.0_f32.to_ne_bytes().repeat(len));
+        Self {
+            block: GatherPart { shard: ones(layout.shard_len(comm.rank())), layout: layout.clone(), elem_bytes: 4 },
+            whole: ReducePart { full: ones(layout.full_len()), layout, dtype: Dtype::F32 },
+            source: vec![1; tensor_bytes],
+            target: vec![2; tensor_bytes],
+            tensor_bytes,
+            comm,
+        }
+    }
+
+    /// For each repetition, when each kind of work began and ended.
+    fn run(mut self, repetitions: usize, together: &Barrier) -> Result<Vec<[(Instant, Instant); 5]>, CommError> {
+        for work in Work::ALL {
+            self.once(work)?;
+        }
+        let mut spans = Vec::new();
+        for _ in 0..repetitions {
+            let mut of_repetition = [(Instant::now(), Instant::now()); 5];
+            for (work, span) in Work::ALL.into_iter().zip(&mut of_repetition) {
+                together.wait();
+                let start = Instant::now();
+                for _ in 0..num_batched(self.tensor_bytes) {
+                    self.once(work)?;
+                }
+                *span = (start, Instant::now());
+            }
+            spans.push(of_repetition);
+        }
+        Ok(spans)
+    }
+
+    fn once(&mut self, work: Work) -> Result<(), CommError> {
+        let tag = OpTag::new(0, Phase::Control, "bench");
+        let (block, whole) = (std::slice::from_ref(&self.block), std::slice::from_ref(&self.whole));
+        match work {
+            Work::AllGather => drop(black_box(self.comm.all_gather(&tag, block)?)),
+            Work::ReduceScatter => drop(black_box(self.comm.reduce_scatter(&tag, whole, Reduce::SUM)?)),
+            Work::AllReduce => drop(black_box(self.comm.all_reduce(&tag, whole, Reduce::SUM)?)),
+            Work::CopyBlock => self.copy(self.tensor_bytes / self.comm.world_size()),
+            Work::CopyWhole => self.copy(self.tensor_bytes),
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, len: usize) {
+        black_box(&mut self.target)[..len].copy_from_slice(&black_box(&self.source)[..len]);
+    }
+}

@@ -34,6 +34,13 @@ impl EngineStats {
     pub fn exposed(&self) -> Duration {
         self.gather_wait + self.reduce_wait + self.publish_wait
     }
+
+    /// Share of the communication that ran beside the computation, 0 to 1: 0 if the model stood still for all of it, 1 if
+    /// for none. `None` if there was no communication.
+    pub fn overlap(&self) -> Option<f64> {
+        let exposed = self.exposed().min(self.communication).as_secs_f64();
+        (!self.communication.is_zero()).then(|| 1.0 - exposed / self.communication.as_secs_f64())
+    }
 }
 
 /// What the rank's own thread computes at the moment.
@@ -120,11 +127,8 @@ impl Engine {
     }
 
     pub(super) fn note_gathered(&self, state: &mut State) {
-        let gathered = |unit: UnitIndex| -> usize {
-            self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
-        };
         let held = (0..state.units.len()).filter(|&unit| !matches!(state.units[unit].gathered, Gathered::No));
-        let bytes = held.map(gathered).sum();
+        let bytes = held.map(|unit| self.plan.gathered_bytes(unit, &self.dtypes)).sum();
         state.stats.peak_gathered_bytes = state.stats.peak_gathered_bytes.max(bytes);
         let stored = state.stored.iter().map(Bytes::len).sum();
         state.stats.peak_parameter_bytes = state.stats.peak_parameter_bytes.max(stored);

@@ -10,4 +10,5 @@ mod numbers;
 mod optimizers;
 mod parity;
 mod shapes;
+mod trace;
 mod traffic;

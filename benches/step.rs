@@ -121,7 +121,7 @@ fn run(args: &Args, stage: Option<Stage>, times: &mut Times) -> Result<(), Error
     let config = Config {
         stage: stage.unwrap_or(Stage::Ddp),
         world_size: args.ranks,
-        prefetch: PrefetchConfig { forward: args.prefetch, backward: args.prefetch },
+        prefetch: PrefetchConfig { forward: args.prefetch, backward: args.prefetch, ..PrefetchConfig::default() },
         ..Config::default()
     };
     let program = args.clone();

@@ -62,6 +62,12 @@ pub struct Args {
     /// Report of the run, for programs
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
+    /// Trace of what every rank spends its time on, for Perfetto or a browser's tracing page
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Steps in the trace, from the first
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub trace_steps: usize,
     /// Print errors only
     #[arg(long)]
     pub quiet: bool,
@@ -122,6 +128,7 @@ impl Args {
             ("--width", self.width),
             ("--heads", self.heads),
             ("--sequence", self.sequence),
+            ("--trace-steps", self.trace_steps),
         ];
         let refuse = |option, problem: String| Err(Failure::Option { option, problem });
         if let Some((option, _)) = sizes.iter().find(|(_, size)| *size == 0) {
@@ -143,8 +150,8 @@ impl Args {
             return refuse("--plot", "the picture is an SVG; let the file's name end in .svg".into());
         }
         // A run that cannot be written down at its end should not start.
-        for (option, file) in [("--plot", self.plot.as_deref()), ("--report", self.report.as_deref())] {
-            let folder = file.and_then(Path::parent).filter(|folder| !folder.as_os_str().is_empty());
+        for (option, file) in [("--plot", &self.plot), ("--report", &self.report), ("--trace", &self.trace)] {
+            let folder = file.as_deref().and_then(Path::parent).filter(|folder| !folder.as_os_str().is_empty());
             if let Some(missing) = folder.filter(|folder| !folder.is_dir()) {
                 return refuse(option, format!("there is no folder {}", missing.display()));
             }

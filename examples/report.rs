@@ -30,6 +30,8 @@ pub struct Report {
     pub ranks: Vec<RankRow>,
     /// All ranks together, since they are threads of one process.
     pub process: ProcessMemory,
+    /// Where a step's time went.
+    pub step: StepMeans,
     /// Where the time went.
     pub wall: WallTimes,
     /// Generated text; bytes that are no UTF-8 are replaced.
@@ -55,6 +57,13 @@ pub struct RankRow {
     pub computing_s: f64,
     /// Seconds of the training loop in which it stood still for communication.
     pub waiting_s: f64,
+    /// Seconds in which its communication threads were busy, most of them beside the computation; several may be at once.
+    pub communication_s: f64,
+    /// Seconds of `waiting_s` in which the model stood still for its parameters or gradients. The rest is the mean of the
+    /// losses.
+    pub exposed_s: f64,
+    /// Share of the communication that was hidden behind computation, 0 to 1; `None` without communication.
+    pub overlap: Option<f64>,
 }
 
 /// Predicted memory of a rank, in bytes: its part of the process, whose ranks share what they hold alike.
@@ -96,6 +105,21 @@ pub struct ProcessMemory {
     pub measured_bytes: Option<u64>,
 }
 
+/// An optimizer step: seconds, means over ranks and steps.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMeans {
+    /// A rank computes.
+    pub computing_s: f64,
+    /// The model stands still for parameters or gradients.
+    pub exposed_s: f64,
+    /// A rank waits for the losses of the others.
+    pub loss_s: f64,
+    /// Communication threads are busy.
+    pub communication_s: f64,
+    /// Share of the communication that is hidden behind computation, 0 to 1; `None` without communication.
+    pub overlap: Option<f64>,
+}
+
 /// Seconds of rank 0.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WallTimes {
@@ -127,6 +151,21 @@ impl From<&EngineStats> for Measured {
             parameter_bytes: stats.peak_parameter_bytes as u64,
             gradient_bytes: stats.peak_gradient_bytes as u64,
             gathered_bytes: stats.peak_gathered_bytes as u64,
+        }
+    }
+}
+
+impl StepMeans {
+    /// From the sums of all ranks over `num_steps` steps.
+    pub fn new(ranks: &[RankRow], num_steps: usize) -> Self {
+        let mean = |of: fn(&RankRow) -> f64| ranks.iter().map(of).sum::<f64>() / (ranks.len() * num_steps) as f64;
+        let overlaps: Vec<f64> = ranks.iter().filter_map(|row| row.overlap).collect();
+        Self {
+            computing_s: mean(|row| row.computing_s),
+            exposed_s: mean(|row| row.exposed_s),
+            loss_s: mean(|row| row.waiting_s - row.exposed_s),
+            communication_s: mean(|row| row.communication_s),
+            overlap: (!overlaps.is_empty()).then(|| overlaps.iter().sum::<f64>() / overlaps.len() as f64),
         }
     }
 }

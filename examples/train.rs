@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use burn::optim::AdamWConfig;
 use clap::Parser;
-use fsdp_burn::{Config, Error, OptimizerKind, Rank, ShardedModel, human_bytes, launch};
+use fsdp_burn::{Config, Error, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, human_bytes, launch_with};
 use fsdp_examples::{
-    Args, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepNews, Text, WallTimes,
-    activation_bytes, memory_table, plot_losses, settings, time_table,
+    Args, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans, StepNews, Text,
+    WallTimes, activation_bytes, memory_table, plot_losses, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -60,15 +60,20 @@ fn run(args: &Args) -> Result<Report, Failure> {
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
     }
     let job = Arc::new(Job { args: args.clone(), model, text });
+    // The sample after the last step is none of it.
+    let trace = args.trace.as_ref().map(|_| Arc::new(Trace::of_steps(0..args.trace_steps.min(args.steps) as u64)));
     let outcomes = {
-        let job = job.clone();
-        launch(&config, move |rank| train(&rank, &job))?
+        let (job, options) = (job.clone(), LaunchOptions { trace: trace.clone(), ..LaunchOptions::default() });
+        launch_with(&config, options, move |rank| train(&rank, &job))?
     };
     let report = report(&config, &job, &outcomes);
     let plot = args.plot_path();
     plot_losses(&report.losses, &format!("{} on {} ranks", config.stage, config.world_size), &plot)?;
     if let Some(file) = &args.report {
         report.write(file)?;
+    }
+    if let Some((trace, file)) = trace.zip(args.trace.as_ref()) {
+        trace.write(file).map_err(|error| Failure::write(file, error))?;
     }
     if !args.quiet {
         print_results(&report, args);
@@ -141,6 +146,9 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         num_collectives: traffic.num_ops,
         computing_s: training_s - waiting_s,
         waiting_s,
+        communication_s: stats.communication.as_secs_f64(),
+        exposed_s: stats.exposed().as_secs_f64(),
+        overlap: stats.overlap(),
     };
 
     let started = Instant::now();
@@ -168,6 +176,7 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
         process: ProcessMemory::new(&ranks, Some(*peak_bytes)),
+        step: StepMeans::new(&ranks, losses.len()),
         ranks,
         wall: *wall,
         sample: String::from_utf8_lossy(sample).into_owned(),
@@ -200,9 +209,17 @@ fn print_results(report: &Report, args: &Args) {
     println!("  Predicted is a rank's part of what all ranks share; measured is all it holds, shared or not.");
     println!("  Peak of the process: predicted {}, measured {measured}", human_bytes(process.predicted_bytes));
     println!("\nCommunication by rank\n\n{}", time_table(ranks));
+    println!(
+        "Where a step goes, mean over ranks and steps; bytes are the largest peak of a rank\n\n{}",
+        step_table(report)
+    );
     println!("Loss curve: {}", args.plot_path().display());
     if let Some(file) = &args.report {
         println!("Report: {}", file.display());
+    }
+    if let Some(file) = &args.trace {
+        let num_steps = args.trace_steps.min(args.steps);
+        println!("Trace of {num_steps} steps: {}; open it at https://ui.perfetto.dev", file.display());
     }
     if args.sample > 0 {
         println!("\nSample, {:.1} s for {} bytes\n\n{}", wall.sampling_s, args.sample, report.sample);

@@ -108,6 +108,46 @@ fn the_four_configurations_give_the_same_losses_and_each_holds_less() {
     fs::remove_dir_all(folder).unwrap();
 }
 
+/// The names that a trace gives to its processes (`process_name`) or their rows (`thread_name`).
+fn names<'a>(events: &'a [serde_json::Value], what: &str) -> Vec<&'a str> {
+    let named = events.iter().filter(|event| event["name"] == what);
+    named.map(|event| event["args"]["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_trace_shows_every_rank_at_work_in_the_steps_that_were_asked_for() {
+    let _turn = turn();
+    let folder = folder("trace");
+    let file = folder.join("run.trace.json");
+    let trace = ["--stage=3", "--steps=6", "--trace-steps=4", "--trace", file.to_str().unwrap()];
+    let report = run(&args(&folder.join("a.svg"), &trace)).unwrap();
+
+    let json: serde_json::Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let events = json["traceEvents"].as_array().unwrap();
+    assert_eq!(names(events, "process_name"), ["rank 0", "rank 1", "rank 2", "rank 3"]);
+    assert_eq!(names(events, "thread_name"), [["compute", "gather", "reduce"]; 4].concat());
+    for rank in 0..4 {
+        for kind in ["forward", "backward", "step", "gather", "reduce", "wait"] {
+            let spans: Vec<_> = events.iter().filter(|event| event["pid"] == rank && event["cat"] == kind).collect();
+            assert!(!spans.is_empty(), "no {kind} of rank {rank}");
+            let moves = ["gather", "reduce"].contains(&kind);
+            assert!(spans.iter().all(|span| (span["args"]["bytes"].as_u64() > Some(0)) == moves), "bytes of {kind}");
+        }
+    }
+    let steps: Vec<u64> = events.iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
+    assert_eq!((steps.iter().min(), steps.iter().max()), (Some(&0), Some(&3)));
+
+    let StepMeans { computing_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    let step_s = report.ranks.iter().map(|row| row.computing_s + row.waiting_s).sum::<f64>() / 4.0 / 6.0;
+    assert!((computing_s + exposed_s + loss_s - step_s).abs() < 1e-9, "{:?} of {step_s} s", report.step);
+    assert!(communication_s > 0.0 && overlap.is_some_and(|share| (0.0..=1.0).contains(&share)), "{:?}", report.step);
+    let table = step_table(&report);
+    for word in ["computing", "exposed", "communication", "overlap", "parameters", "gathered", "gradients", "process"] {
+        assert!(table.contains(word), "{word} in\n{table}");
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
 #[test]
 fn gradient_accumulation_is_one_larger_batch() {
     let _turn = turn();
@@ -142,7 +182,7 @@ fn mistakes_are_told_in_one_line_before_the_run() {
     fs::write(&short, "too short").unwrap();
     let typo = folder.join("typo.toml");
     fs::write(&typo, "stgae = 3\n").unwrap();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["--data", "no-such-file.txt"], "cannot read the text no-such-file.txt: "),
         (&["--data", short.to_str().unwrap(), "--sequence=9"], "has 9 bytes, and a sequence of 9 needs 10; pass"),
         (&["--config", typo.to_str().unwrap()], "unknown key `stgae`; did you mean `stage`?"),
@@ -152,6 +192,8 @@ fn mistakes_are_told_in_one_line_before_the_run() {
         (&["--steps=0"], "--steps: it is 0, and must be at least 1"),
         (&["--plot=a.png"], "--plot: the picture is an SVG"),
         (&["--report=no-such-folder/a.json"], "--report: there is no folder no-such-folder"),
+        (&["--trace=no-such-folder/a.json"], "--trace: there is no folder no-such-folder"),
+        (&["--trace-steps=0"], "--trace-steps: it is 0, and must be at least 1"),
     ];
     for (options, expected) in cases {
         let text = refusal(options);

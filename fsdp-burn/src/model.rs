@@ -8,7 +8,7 @@ use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData}
 use bytes::Bytes;
 use fsdp_core::{
     Axis, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout,
+    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
 };
 
 use crate::distribute::{Source, attach, distribute, let_go, managed, refresh};
@@ -76,6 +76,12 @@ impl<M: Module + Sharded> ShardedModel<M> {
             tracing::warn!(
                 "the model is on a device without gradient checkpointing, so layers that use a view of a weight keep it \
                  gathered until backward; build it on `rank.device()`"
+            );
+        }
+        if rank.is_main() && config.stage != Stage::Ddp && mesh.size(Axis::Shard) == 1 {
+            let stage = config.stage.number();
+            tracing::info!(
+                "the mesh has one rank along `shard`, so nothing is sharded: stage {stage} behaves like stage 0"
             );
         }
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
@@ -218,6 +224,7 @@ impl<M: Module> ShardedModel<M> {
             kept_len: lens(true).sum(),
             ranks_per_process: plan.mesh().world_size() as u64,
             prefetch: self.engine.prefetch().max() as u64,
+            prefetch_max_bytes: self.engine.prefetch().max_bytes.map(|bytes| bytes as u64),
             activation_bytes,
             ..MemoryModel::new(plan.num_params() as u64)
         };

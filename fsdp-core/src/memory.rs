@@ -98,6 +98,8 @@ pub struct MemoryModel {
     pub kept_len: u64,
     /// Units gathered ahead of the one that computes: the larger of forward and backward. Matters at stage 3 only.
     pub prefetch: u64,
+    /// Limit of the gathered units, in bytes, beyond which none is gathered ahead. `None`: no limit.
+    pub prefetch_max_bytes: Option<u64>,
     /// What forward keeps for backward, with the temporaries of the loss, in bytes per rank, where it is known.
     pub activation_bytes: Option<u64>,
 }
@@ -116,6 +118,7 @@ impl MemoryModel {
             ranks_per_process: 1,
             kept_len: 0,
             prefetch: 0,
+            prefetch_max_bytes: None,
             activation_bytes: None,
         }
     }
@@ -168,7 +171,11 @@ impl MemoryModel {
         let gathered_len = if self.stage.shards_parameters() && shard_len < full_len {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
-            shared(window_len.saturating_add(self.kept_len).min(full_len))
+            let at_most = window_len.saturating_add(self.kept_len).min(full_len);
+            // A limit stops what is gathered ahead, but neither the unit in use nor the kept ones.
+            let in_use = self.largest_unit_len.saturating_add(self.kept_len);
+            let limit = self.prefetch_max_bytes.map_or(u64::MAX, |bytes| bytes / element_bytes);
+            shared(at_most.min(limit.max(in_use)))
         } else {
             0
         };
@@ -325,6 +332,22 @@ mod tests {
         assert_eq!(gathered(Stage::Parameters, 2, 5), 140);
         assert_eq!(gathered(Stage::Parameters, u64::MAX, 0), 320, "never more than the whole model");
         assert_eq!(gathered(Stage::Gradients, 2, 5), 0);
+    }
+
+    #[test]
+    fn a_limit_in_bytes_bounds_what_is_gathered_ahead_and_not_what_is_in_use() {
+        let gathered = |prefetch_max_bytes| {
+            let model = MemoryModel {
+                num_shards: 2,
+                prefetch: 3,
+                prefetch_max_bytes,
+                kept_len: 5,
+                largest_unit_len: 10,
+                ..MemoryModel::new(80)
+            };
+            bytes(&model)[3]
+        };
+        assert_eq!([None, Some(1000), Some(100), Some(1)].map(gathered), [180, 180, 100, 60]);
     }
 
     #[test]

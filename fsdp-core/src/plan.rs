@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::{
-    FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
+    Dtype, FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
 };
 use crate::{UnitTraits, WrapPolicy};
 
@@ -232,13 +232,21 @@ impl Plan {
         param.layout.shape().len() <= 1
     }
 
-    /// What the schedule must know of each unit.
-    pub fn unit_traits(&self) -> Vec<UnitTraits> {
+    /// Bytes of the gathered copy of a unit, with the element types of all parameters in plan order. What every rank holds
+    /// in whole is not gathered.
+    pub fn gathered_bytes(&self, unit: UnitIndex, dtypes: &[Dtype]) -> usize {
+        let cut = self.units[unit].params.iter().filter(|&&param| !self.is_resident(&self.params[param]));
+        cut.map(|&param| self.params[param].layout.full_len() * dtypes[param].size_bytes()).sum()
+    }
+
+    /// What the schedule must know of each unit, with the element types of all parameters in plan order.
+    pub fn unit_traits(&self, dtypes: &[Dtype]) -> Vec<UnitTraits> {
         let traits = |index: UnitIndex| UnitTraits {
             gathered_on_use: self.unit_params(index).any(|param| !self.is_resident(param)),
             keep: self.units[index].keep,
             trainable: self.unit_params(index).any(|param| param.trainable),
             prefetch: self.units[index].overrides.prefetch,
+            gathered_bytes: self.gathered_bytes(index, dtypes),
         };
         (0..self.units.len()).map(traits).collect()
     }
@@ -325,10 +333,10 @@ impl Plan {
     }
 }
 
-/// The configured depths as the schedule takes them.
+/// The configured depths and limit as the schedule takes them.
 impl From<&crate::PrefetchConfig> for PrefetchDepth {
     fn from(config: &crate::PrefetchConfig) -> Self {
-        Self { forward: config.forward, backward: config.backward }
+        Self { forward: config.forward, backward: config.backward, max_bytes: config.max_bytes }
     }
 }
 

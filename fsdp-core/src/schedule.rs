@@ -33,12 +33,15 @@ pub enum Action {
 /// How many units are gathered ahead of the one in use.
 ///
 /// Each costs the memory of one gathered unit and hides the time of one gather; 0 hides nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchDepth {
     /// In forward.
     pub forward: usize,
     /// In backward.
     pub backward: usize,
+    /// No unit is gathered ahead where all that are gathered would be larger than this, in bytes. The unit in use is
+    /// gathered in any case. `None`: no limit. See [Note: A limit that all ranks agree on].
+    pub max_bytes: Option<usize>,
 }
 
 impl PrefetchDepth {
@@ -59,6 +62,8 @@ pub struct UnitTraits {
     pub trainable: bool,
     /// Prefetch depth in forward while this unit is in use, if it differs from the configuration.
     pub prefetch: Option<usize>,
+    /// Size of its gathered copy; 0 if nothing of it is gathered on use.
+    pub gathered_bytes: usize,
 }
 
 /// Where the parameters of a unit are.
@@ -161,8 +166,10 @@ struct Unit {
 /// ```
 /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTraits};
 ///
-/// let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None };
-/// let mut schedule = Schedule::new(Stage::Parameters, &[unit; 3], PrefetchDepth { forward: 1, backward: 1 });
+/// let unit =
+///     UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
+/// let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
+/// let mut schedule = Schedule::new(Stage::Parameters, &[unit; 3], depth);
 ///
 /// // The first forward learns the order, so nothing is prefetched yet.
 /// assert_eq!(schedule.forward(0), [Gather(0), WaitGather(0)]);
@@ -319,7 +326,7 @@ impl Schedule {
         if self.recording.last() != Some(&unit) {
             self.recording.push(unit);
         }
-        let window = window(&self.backward_order, cursor, unit, self.depth.backward);
+        let window = self.within_limit(window(&self.backward_order, cursor, unit, self.depth.backward));
         self.demand(unit, &window)
     }
 
@@ -426,7 +433,27 @@ impl Schedule {
 
     fn forward_window(&self, unit: UnitIndex, cursor: usize) -> Vec<UnitIndex> {
         let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
-        window(&self.forward_order, cursor, unit, depth)
+        self.within_limit(window(&self.forward_order, cursor, unit, depth))
+    }
+
+    /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
+    ///
+    /// [Note: A limit that all ranks agree on]
+    /// Gathers must start in the same order on every rank, also where a rank leaves a branch of the model out and frees a
+    /// unit earlier or later than its peers. So what counts against the limit is not what this rank holds at the moment,
+    /// but what all of them may hold: the kept units, gathered or not, and those of the window.
+    fn within_limit(&self, mut window: Vec<UnitIndex>) -> Vec<UnitIndex> {
+        let Some(limit) = self.depth.max_bytes else { return window };
+        let kept_bytes = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
+        let mut bytes: usize = kept_bytes.map(|traits| traits.gathered_bytes).sum();
+        let exceeds = |&unit: &UnitIndex| {
+            let traits = self.units[unit].traits;
+            bytes += if traits.keep { 0 } else { traits.gathered_bytes };
+            bytes > limit
+        };
+        let fitting = window.iter().position(exceeds).unwrap_or(window.len());
+        window.truncate(fitting.max(1));
+        window
     }
 
     /// Makes `unit` present and the rest of `window` under way, and frees what is neither in the window nor kept.

@@ -3,6 +3,7 @@
 //! The file opens in Perfetto or in a browser's tracing page: one process per rank, one row per [`TraceStream`].
 
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -113,6 +114,7 @@ pub struct Span {
 #[derive(Debug)]
 pub struct Trace {
     origin: Instant,
+    steps: Range<u64>,
     spans: Mutex<Vec<Span>>,
 }
 
@@ -123,13 +125,21 @@ impl Default for Trace {
 }
 
 impl Trace {
-    /// An empty trace that begins now.
+    /// An empty trace of all steps that begins now.
     pub fn new() -> Self {
-        Self { origin: Instant::now(), spans: Mutex::default() }
+        Self::of_steps(0..u64::MAX)
     }
 
-    /// Adds a span.
+    /// An empty trace that leaves out the spans of other optimizer steps, so that a long run makes a small file.
+    pub fn of_steps(steps: Range<u64>) -> Self {
+        Self { origin: Instant::now(), steps, spans: Mutex::default() }
+    }
+
+    /// Adds a span, if its step is among those that are traced.
     pub fn add(&self, span: Span) {
+        if !self.steps.contains(&span.step) {
+            return;
+        }
         self.spans.lock().unwrap_or_else(PoisonError::into_inner).push(span);
     }
 
@@ -252,6 +262,17 @@ mod tests {
         assert_eq!((reduce["pid"].as_u64(), reduce["tid"].as_u64()), (Some(1), Some(2)));
         assert_eq!((reduce["ts"].as_f64(), reduce["dur"].as_f64()), (Some(2000.0), Some(1000.0)));
         assert_eq!((reduce["args"]["step"].as_u64(), reduce["args"]["bytes"].as_u64()), (Some(5), Some(8)));
+    }
+
+    #[test]
+    fn spans_of_other_steps_are_left_out() {
+        let trace = Trace::of_steps(1..3);
+        let (stream, kind, start) = (TraceStream::Compute, SpanKind::Step, trace.origin);
+        for step in 0..5 {
+            trace.add(Span { rank: 0, stream, kind, unit: "head".into(), step, bytes: 0, start, end: start });
+        }
+        let steps: Vec<u64> = trace.spans().iter().map(|span| span.step).collect();
+        assert_eq!(steps, [1, 2]);
     }
 
     #[test]

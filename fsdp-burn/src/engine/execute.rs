@@ -26,7 +26,7 @@ impl Engine {
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
                     let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
                     state.units[unit].gathered = Gathered::UnderWay(pending);
-                    state.held.gathered += self.gathered_bytes(unit);
+                    state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes);
                     state.note();
                 }
                 Action::WaitGather(unit) => {
@@ -37,7 +37,7 @@ impl Engine {
                 }
                 Action::Free(unit) => {
                     if !matches!(std::mem::take(&mut state.units[unit].gathered), Gathered::No) {
-                        state.held.gathered -= self.gathered_bytes(unit);
+                        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes);
                     }
                 }
                 Action::Reduce(unit) => self.start_reduce(state, unit),
@@ -67,10 +67,6 @@ impl Engine {
             }
         }
         Ok(())
-    }
-
-    fn gathered_bytes(&self, unit: UnitIndex) -> usize {
-        self.cut_params(unit).map(|(param, spec)| spec.layout.full_len() * self.dtypes[param].size_bytes()).sum()
     }
 
     /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.

@@ -135,7 +135,7 @@ impl Engine {
         settings: Settings,
         trace: Option<Arc<Trace>>,
     ) -> Self {
-        let schedule = Schedule::new(plan.stage(), &plan.unit_traits(), settings.depth);
+        let schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes), settings.depth);
         let num_params = plan.params().len();
         let state = State {
             schedule,

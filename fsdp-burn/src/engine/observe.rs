@@ -31,6 +31,13 @@ impl EngineStats {
     pub fn exposed(&self) -> Duration {
         self.gather_wait + self.reduce_wait + self.publish_wait
     }
+
+    /// Share of the communication that ran beside the computation, 0 to 1: 0 if the model stood still for all of it, 1 if
+    /// for none. `None` if there was no communication.
+    pub fn overlap(&self) -> Option<f64> {
+        let exposed = self.exposed().min(self.communication).as_secs_f64();
+        (!self.communication.is_zero()).then(|| 1.0 - exposed / self.communication.as_secs_f64())
+    }
 }
 
 /// What the rank's own thread computes at the moment.

@@ -11,4 +11,5 @@ mod optimizers;
 mod parity;
 mod recovery;
 mod shapes;
+mod trace;
 mod traffic;

@@ -17,7 +17,7 @@ const FAR_AHEAD: usize = 20;
 pub(crate) fn assert_all_stages<M: Trial>(training: &TrainingConfig, optimizer: Optimizer, world_sizes: &[usize]) {
     let with = |stage, world_size, depth| Config {
         training: training.clone(),
-        prefetch: PrefetchConfig { forward: depth, backward: depth },
+        prefetch: PrefetchConfig { forward: depth, backward: depth, max_bytes: None },
         ..config(stage, world_size)
     };
     let oracle = plain::<M>(&with(Stage::Ddp, 1, 1), optimizer);

@@ -23,6 +23,8 @@ pub struct ConfigKey {
 pub(super) enum Kind {
     /// An integer from `min`, to `max` where there is one.
     Integer { min: usize, max: Option<usize>, get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// A positive integer, or nothing.
+    OptionalInteger { get: fn(&Config) -> Option<usize>, set: fn(&mut Config, Option<usize>) },
     /// A number from `min` to `max`, of `unit`.
     Number { min: f64, max: f64, unit: &'static str, get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// A positive finite number, or nothing.
@@ -45,6 +47,7 @@ impl ConfigKey {
             Kind::Integer { min, max: Some(max), .. } => format!("an integer from {min} to {max}"),
             Kind::Integer { min, max: None, .. } => format!("an integer of at least {min}"),
             Kind::Number { min, max, unit, .. } => format!("a number from {min} to {max:e} {unit}"),
+            Kind::OptionalInteger { .. } => "an integer of at least 1; leave the key out for none".to_owned(),
             Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
             Kind::OptionalMesh { .. } => "a table of axes, such as { replicate = 2, shard = 4 }".to_owned(),
@@ -151,6 +154,17 @@ static KEYS: &[ConfigKey] = &[
         },
     },
     ConfigKey {
+        table: "prefetch",
+        name: "max_bytes",
+        meaning: "Gathers ahead of use stop where the gathered units, kept ones included, would be more bytes than this; \
+                  the unit in use is always gathered. Not set: no limit.",
+        cost: "Time: a unit that is not gathered ahead is waited for.",
+        kind: Kind::OptionalInteger {
+            get: |config| config.prefetch.max_bytes,
+            set: |config, bytes| config.prefetch.max_bytes = bytes,
+        },
+    },
+    ConfigKey {
         table: "training",
         name: "gradient_accumulation",
         meaning: "Micro-batches per optimizer step.",
@@ -230,6 +244,6 @@ mod tests {
             assert!(!key.allowed().is_empty());
         }
         let optional: Vec<_> = KEYS.iter().filter(|key| key.default_value().is_none()).map(ConfigKey::path).collect();
-        assert_eq!(optional, ["mesh", "training.gradient_clip_norm"]);
+        assert_eq!(optional, ["mesh", "prefetch.max_bytes", "training.gradient_clip_norm"]);
     }
 }

@@ -58,13 +58,16 @@ pub struct Config {
     pub training: TrainingConfig,
 }
 
-/// How many units are gathered ahead of the one that computes. Each costs the largest unit's full size in memory.
+/// How far ahead of the unit that computes others are gathered. Each costs the largest unit's full size in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefetchConfig {
     /// In forward. Default: 1.
     pub forward: usize,
     /// In backward. Default: 1.
     pub backward: usize,
+    /// No unit is gathered ahead where all that are gathered would be larger than this, in bytes. Default: `None`, no
+    /// limit.
+    pub max_bytes: Option<usize>,
 }
 
 /// What happens to gradients between backward and the optimizer's update.
@@ -98,7 +101,7 @@ impl Default for Config {
 
 impl Default for PrefetchConfig {
     fn default() -> Self {
-        Self { forward: 1, backward: 1 }
+        Self { forward: 1, backward: 1, max_bytes: None }
     }
 }
 
@@ -224,7 +227,7 @@ mod tests {
             mesh = { shard = 3, replicate = 2 }
             timeout_s = 2.5
             threads_per_rank = 2
-            prefetch = { forward = 0, backward = 3 }
+            prefetch = { forward = 0, backward = 3, max_bytes = 65_536 }
             [training]
             gradient_accumulation = 4
             accumulate = "local"
@@ -234,7 +237,7 @@ mod tests {
         "#;
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
-            "threads_per_rank": 2, "prefetch": {"forward": 0, "backward": 3},
+            "threads_per_rank": 2, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
                          "gradient_clip_norm": 1, "non_finite": "skip"}
         }"#;
@@ -244,7 +247,7 @@ mod tests {
             mesh: Some(Mesh::new([(Axis::Shard, 3), (Axis::Replicate, 2)]).unwrap()),
             timeout_s: 2.5,
             threads_per_rank: 2,
-            prefetch: PrefetchConfig { forward: 0, backward: 3 },
+            prefetch: PrefetchConfig { forward: 0, backward: 3, max_bytes: Some(65_536) },
             training: TrainingConfig {
                 gradient_accumulation: 4,
                 accumulate: Accumulate::Local,
@@ -305,6 +308,7 @@ mod tests {
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
             (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
             (forward, backward) in (0..10usize, 0..10usize),
+            max_bytes in proptest::option::of(1..1usize << 40),
             gradient_accumulation in 1..100usize,
             (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
             gradient_clip_norm in proptest::option::of(1e-30..1e30f64),
@@ -321,7 +325,7 @@ mod tests {
                 mesh: mesh.map(|axes| Mesh::new(axes).unwrap()),
                 timeout_s,
                 threads_per_rank,
-                prefetch: PrefetchConfig { forward, backward },
+                prefetch: PrefetchConfig { forward, backward, max_bytes },
                 training: TrainingConfig {
                     gradient_accumulation,
                     accumulate: Accumulate::ALL[accumulate],

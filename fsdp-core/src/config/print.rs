@@ -42,6 +42,7 @@ fn comment(words: &str) -> String {
 pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
     match kind {
         Kind::Integer { get, .. } => Some(get(config).to_string()),
+        Kind::OptionalInteger { get, .. } => get(config).map(|integer| integer.to_string()),
         // Debug keeps the point or the exponent, which make it a TOML float, and all digits.
         Kind::Number { get, .. } => Some(format!("{:?}", get(config))),
         Kind::OptionalPositive { get, .. } => get(config).map(|number| format!("{number:?}")),
@@ -73,6 +74,7 @@ threads_per_rank = 0
 [prefetch]
 forward = 1
 backward = 1
+# max_bytes is not set
 [training]
 gradient_accumulation = 1
 accumulate = "reduced"

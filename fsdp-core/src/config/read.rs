@@ -26,6 +26,10 @@ pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
 fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> Result<(), ConfigError> {
     let (valid, got) = match key.kind {
         Kind::Integer { min, max, get, .. } => (is_between(get(config), min, max), get(config).to_string()),
+        Kind::OptionalInteger { get, .. } => match get(config) {
+            Some(integer) => (is_between(integer, 1, None), integer.to_string()),
+            None => return Ok(()),
+        },
         Kind::Number { min, max, get, .. } => ((min..=max).contains(&get(config)), format!("{:?}", get(config))),
         Kind::OptionalPositive { get, .. } => match get(config) {
             Some(number) => (number.is_finite() && number > 0.0, format!("{number:?}")),
@@ -93,6 +97,10 @@ impl Reader<'_> {
                     None => return Err(out_of_range(self.at(place), path, key.allowed(), integer.to_string())),
                 }
             }
+            (Kind::OptionalInteger { set, .. }, Value::Integer(integer)) => match usize::try_from(integer) {
+                Ok(number) => set(&mut self.config, Some(number)),
+                Err(_) => return Err(out_of_range(self.at(place), path, key.allowed(), integer.to_string())),
+            },
             (Kind::Number { set, .. }, Value::Number(number)) => set(&mut self.config, number),
             (Kind::Number { set, .. }, Value::Integer(integer)) => set(&mut self.config, integer as f64),
             (Kind::OptionalPositive { set, .. }, Value::Number(number)) => set(&mut self.config, Some(number)),
@@ -207,7 +215,7 @@ mod tests {
         );
         assert_eq!(
             refusal("prefetch.lookahead = 2"),
-            "run.toml:1:10: unknown key `prefetch.lookahead`; keys here are `forward`, `backward`"
+            "run.toml:1:10: unknown key `prefetch.lookahead`; keys here are `forward`, `backward`, `max_bytes`"
         );
         assert_eq!(
             refusal("[optimizer]\nlr = 1"),
@@ -247,7 +255,15 @@ mod tests {
                 "timeout_s = true",
                 "run.toml:1:13: `timeout_s` is the boolean true; it must be a number from 0.001 to 1e9 seconds",
             ),
-            ("prefetch = 2", "run.toml:1:12: `prefetch` is 2; it must be a table with the keys `forward`, `backward`"),
+            (
+                "prefetch = 2",
+                "run.toml:1:12: `prefetch` is 2; it must be a table with the keys `forward`, `backward`, `max_bytes`",
+            ),
+            (
+                "prefetch.max_bytes = \"1 GiB\"",
+                "run.toml:1:22: `prefetch.max_bytes` is the string \"1 GiB\"; it must be an integer of at least 1; leave \
+                 the key out for none",
+            ),
             ("[stage]\n", "run.toml:1:1: `stage` is a table; it must be an integer from 0 to 3"),
             (
                 "mesh = [2, 2]",
@@ -282,6 +298,14 @@ mod tests {
             ("timeout_s = nan", "`timeout_s` is NaN; it must be a number from 0.001 to 1e9 seconds"),
             ("timeout_s = inf", "`timeout_s` is inf; it must be a number from 0.001 to 1e9 seconds"),
             ("prefetch.forward = -1", "`prefetch.forward` is -1; it must be an integer of at least 0"),
+            (
+                "prefetch.max_bytes = 0",
+                "`prefetch.max_bytes` is 0; it must be an integer of at least 1; leave the key out for none",
+            ),
+            (
+                "prefetch.max_bytes = -1",
+                "`prefetch.max_bytes` is -1; it must be an integer of at least 1; leave the key out for none",
+            ),
             ("mesh = { shard = 0 }", "`mesh.shard` is 0; it must be an integer of at least 1"),
             (
                 "training.gradient_accumulation = 0",

@@ -4,13 +4,14 @@ use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, W
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 use proptest::prelude::*;
 
-const UNIT: UnitTraits = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None };
+const UNIT: UnitTraits =
+    UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 100 };
 const KEPT: UnitTraits = UnitTraits { keep: true, ..UNIT };
 /// At stages 0 to 2 every unit is there all the time.
 const RESIDENT: UnitTraits = UnitTraits { gathered_on_use: false, ..UNIT };
 
 fn schedule(units: &[UnitTraits], depth: usize) -> Schedule {
-    Schedule::new(Stage::Parameters, units, PrefetchDepth { forward: depth, backward: depth })
+    Schedule::new(Stage::Parameters, units, PrefetchDepth { forward: depth, backward: depth, max_bytes: None })
 }
 
 /// A forward over `order`, each use with one gradient to come.
@@ -174,6 +175,60 @@ fn a_unit_that_sets_its_own_depth_prefetches_as_many() {
     assert_eq!(forward[..4], [Gather(0), Gather(1), Gather(2), WaitGather(0)]);
 }
 
+/// The most bytes that are gathered or being gathered at once, in the actions of a step.
+fn peak_bytes(actions: &[Action], units: &[UnitTraits]) -> usize {
+    let (mut bytes, mut peak) = (0, 0);
+    for action in actions {
+        match *action {
+            Gather(unit) => bytes += units[unit].gathered_bytes,
+            Free(unit) => bytes -= units[unit].gathered_bytes,
+            _ => {}
+        }
+        peak = peak.max(bytes);
+    }
+    peak
+}
+
+#[test]
+fn a_limit_in_bytes_ends_what_is_gathered_ahead_and_not_the_unit_in_use() {
+    let with_limit = |units: &[UnitTraits], max_bytes| {
+        let depth = PrefetchDepth { forward: 3, backward: 3, max_bytes };
+        let mut schedule = Schedule::new(Stage::Parameters, units, depth);
+        let [forward, backward, _] = third_step(&mut schedule, &[0, 1, 2, 3]);
+        (forward[..3].to_vec(), peak_bytes(&[forward, backward].concat(), units))
+    };
+    let (start, peak) = with_limit(&[UNIT; 4], None);
+    assert_eq!((&start[..], peak), (&[Gather(0), Gather(1), Gather(2)][..], 400));
+    for limit in [200, 299] {
+        let (start, peak) = with_limit(&[UNIT; 4], Some(limit));
+        assert_eq!((&start[..], peak), (&[Gather(0), Gather(1), WaitGather(0)][..], 200), "{limit}");
+    }
+    let (start, peak) = with_limit(&[UNIT; 4], Some(1));
+    assert_eq!((&start[..], peak), (&[Gather(0), WaitGather(0), Free(0)][..], 100), "as without prefetch");
+    // A large unit stops those behind it, so that the order of gathers stays the order of use.
+    let large = UnitTraits { gathered_bytes: 250, ..UNIT };
+    let (start, peak) = with_limit(&[UNIT, large, UNIT, UNIT], Some(300));
+    assert_eq!((&start[..], peak), (&[Gather(0), WaitGather(0), Free(0)][..], 250));
+}
+
+#[test]
+fn kept_units_count_against_the_limit_from_the_start() {
+    let depth = PrefetchDepth { forward: 3, backward: 3, max_bytes: Some(300) };
+    let units = [UNIT, UNIT, UNIT, KEPT];
+    let [forward, backward, _] = third_step(&mut Schedule::new(Stage::Parameters, &units, depth), &[0, 1, 2, 3]);
+    assert_eq!(forward[..3], [Gather(0), Gather(1), WaitGather(0)], "room is left for the kept unit");
+    assert_eq!(peak_bytes(&[forward, backward].concat(), &units), 300);
+}
+
+#[test]
+fn a_limit_that_nothing_reaches_changes_nothing() {
+    let with_limit = |max_bytes| {
+        let depth = PrefetchDepth { forward: 2, backward: 1, max_bytes };
+        third_step(&mut Schedule::new(Stage::Parameters, &[UNIT, UNIT, KEPT, UNIT], depth), &[0, 1, 2, 3])
+    };
+    assert_eq!(with_limit(Some(400)), with_limit(None));
+}
+
 #[test]
 fn the_first_forward_learns_the_order_and_prefetches_nothing() {
     let mut schedule = schedule(&[UNIT; 3], 2);
@@ -248,7 +303,8 @@ fn a_frozen_unit_is_gathered_and_never_reduced_or_stepped() {
 #[test]
 fn stage_1_reduces_when_backward_ends_and_stage_2_as_gradients_appear() {
     for (stage, at_the_end) in [(Stage::OptimizerState, true), (Stage::Gradients, false), (Stage::Ddp, false)] {
-        let mut schedule = Schedule::new(stage, &[RESIDENT; 2], PrefetchDepth { forward: 1, backward: 1 });
+        let mut schedule =
+            Schedule::new(stage, &[RESIDENT; 2], PrefetchDepth { forward: 1, backward: 1, max_bytes: None });
         assert_eq!(forward(&mut schedule, &[0, 1]), [], "nothing is gathered at {stage}");
         schedule.set_reduce_order(vec![1, 0]);
         schedule.begin_backward(true);
@@ -281,7 +337,7 @@ fn gradients_that_come_out_of_order_wait_for_their_turn() {
 /// Without this a unit would be reduced before the last micro-batch has added its gradients.
 #[test]
 fn a_backward_without_reduction_leaves_nothing_ready_for_the_next() {
-    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth { forward: 0, backward: 0 });
+    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth::default());
     forward(&mut schedule, &[0, 1]);
     schedule.set_reduce_order(vec![1, 0]);
     schedule.begin_backward(false);
@@ -294,7 +350,7 @@ fn a_backward_without_reduction_leaves_nothing_ready_for_the_next() {
 
 #[test]
 fn an_incomplete_window_is_reduced_on_demand() {
-    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth { forward: 0, backward: 0 });
+    let mut schedule = Schedule::new(Stage::Gradients, &[RESIDENT; 2], PrefetchDepth::default());
     forward(&mut schedule, &[0, 1]);
     schedule.set_reduce_order(vec![1, 0]);
     schedule.begin_backward(false);
@@ -398,14 +454,15 @@ proptest! {
         calls in proptest::collection::vec(any_call(), 0..80),
         traits in proptest::collection::vec((any::<bool>(), any::<bool>(), proptest::option::of(0..3usize)), NUM_UNITS),
         (forward, backward) in (0..4usize, 0..4usize),
+        max_bytes in proptest::option::of(1..500usize),
         stage in 0..4usize,
     ) {
         let stage = Stage::ALL[stage];
         let unit = |&(keep, trainable, prefetch): &(bool, bool, Option<usize>)| UnitTraits {
-            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch,
+            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100,
         };
         let units: Vec<UnitTraits> = traits.iter().map(unit).collect();
-        let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward });
+        let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
         schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
         let mut checker = Checker::default();
         let mut in_backward = false;

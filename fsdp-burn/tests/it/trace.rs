@@ -1,0 +1,319 @@
+//! What a run does and when: the order of gathers and reductions, how much of them prefetch hides, and what it holds.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor};
+use fsdp_burn::{Config, LaunchOptions, Link, Mesh, PrefetchConfig, Sharded, Stage, Trace, launch, launch_with};
+use fsdp_core::{Action, Axis, Dtype, Plan, PrefetchDepth, Schedule, Span, SpanKind, TraceStream};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+use crate::common::models::{ConvNet, Gpt, Mlp, Trial, rows};
+use crate::common::run::{
+    Optimizer, Outcome, Tolerance, assert_parity, config, scalar, sharded, share, start, weights,
+};
+
+fn at_depth(depth: usize, max_bytes: Option<usize>) -> PrefetchConfig {
+    PrefetchConfig { forward: depth, backward: depth, max_bytes }
+}
+
+/// What the schedule says of one step of [`Mlp`], once its orders are known: the units of gathers and of reductions.
+fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
+    let depth = PrefetchDepth { forward: depth, backward: depth, max_bytes: None };
+    let traits = plan.unit_traits(&vec![Dtype::F32; plan.params().len()]);
+    let mut schedule = Schedule::new(Stage::Parameters, &traits, depth);
+    let units = 0..plan.units().len();
+    let mut step = || {
+        let mut actions = Vec::new();
+        for unit in units.clone() {
+            // A weight and a bias.
+            for _ in 0..2 {
+                actions.extend(schedule.forward(unit));
+                schedule.gradient_expected(unit);
+            }
+        }
+        if schedule.needs_reduce_order() {
+            schedule.set_reduce_order(schedule.expected_reduce_order());
+        }
+        schedule.begin_backward(true);
+        for unit in units.clone().rev() {
+            // Nothing in front of the first layer needs a gradient, so backward does not ask for its weight.
+            if unit > 0 {
+                actions.extend(schedule.backward(unit));
+            }
+            actions.extend(schedule.gradient(unit));
+            actions.extend(schedule.gradient(unit));
+        }
+        actions.extend(schedule.end_backward());
+        actions.extend(schedule.step());
+        actions
+    };
+    step();
+    step();
+    let name = |unit: usize| plan.units()[unit].name.clone();
+    let mut orders = [Vec::new(), Vec::new()];
+    for action in step() {
+        match action {
+            Action::Gather(unit) => orders[0].push(name(unit)),
+            Action::Reduce(unit) => orders[1].push(name(unit)),
+            _ => {}
+        }
+    }
+    orders
+}
+
+/// Units of the spans of one rank and row, as they began.
+fn units_of(spans: &[Span], rank: usize, stream: TraceStream) -> Vec<String> {
+    let mut spans: Vec<_> = spans.iter().filter(|span| span.rank == rank && span.stream == stream).collect();
+    spans.sort_by_key(|span| span.start);
+    spans.iter().map(|span| span.unit.clone()).collect()
+}
+
+#[test]
+fn gathers_and_reductions_run_in_the_order_of_the_schedule() {
+    for depth in [0, 1] {
+        let config = Config { prefetch: at_depth(depth, None), ..config(Stage::Parameters, 2) };
+        // The third step is the first that knows the orders of both passes.
+        let trace = Arc::new(Trace::of_steps(2..3));
+        let options = LaunchOptions { trace: Some(trace.clone()), ..LaunchOptions::default() };
+        let plans = launch_with(&config, options, |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for batch in 0..4 {
+                let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+                optim.step(0.01, &mut model, gradients)?;
+            }
+            Ok(model.plan().clone())
+        })
+        .unwrap();
+        let (spans, [gathers, reductions]) = (trace.spans(), scheduled(&plans[0], depth));
+        assert!(gathers.len() > reductions.len() && reductions.len() == plans[0].units().len());
+        for rank in 0..2 {
+            let what = format!("rank {rank}, prefetch {depth}");
+            assert_eq!(units_of(&spans, rank, TraceStream::Gather), gathers, "gathers of {what}");
+            assert_eq!(units_of(&spans, rank, TraceStream::Reduce), reductions, "reductions of {what}");
+            for kind in [SpanKind::Forward, SpanKind::Backward, SpanKind::Step] {
+                let count = spans.iter().filter(|span| span.rank == rank && span.kind == kind).count();
+                assert!(count >= plans[0].units().len(), "{count} {kind:?} spans of {what}");
+            }
+        }
+        assert!(spans.iter().all(|span| span.step == 2 && span.start <= span.end));
+    }
+}
+
+/// Every layer is followed by a computation that takes a while and needs no core.
+#[derive(Module, Debug, Sharded)]
+struct Slow {
+    #[shard(units)]
+    layers: Vec<Linear>,
+    output: Linear,
+}
+
+const COMPUTING: Duration = Duration::from_millis(25);
+
+impl Trial for Slow {
+    fn build(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(7, to).init(device);
+        Self { layers: (0..6).map(|_| linear(7)).collect(), output: linear(3) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let mut x = rows(batch + 1, samples, 7, device);
+        for layer in &self.layers {
+            x = relu(layer.forward(x));
+            thread::sleep(COMPUTING);
+        }
+        self.output.forward(x).mean()
+    }
+}
+
+/// Time that the forwards of all ranks stood still on a slow link, once their order is known, and what was computed.
+fn forwards_on_a_slow_link(depth: usize) -> (Duration, Outcome) {
+    let config = Config { prefetch: at_depth(depth, None), ..config(Stage::Parameters, 2) };
+    let link = Some(Link { alpha_s: 0.015, beta_s_per_byte: 0.0 });
+    let options = LaunchOptions { link, ..LaunchOptions::default() };
+    let ranks = launch_with(&config, options, |rank| {
+        let mut model = start::<Slow>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let (mut exposed, mut outcome) = (Duration::ZERO, Outcome::default());
+        for batch in 0..4 {
+            rank.barrier()?;
+            let before = model.stats().exposed();
+            let loss = model.loss(batch, share(&rank), &rank.device());
+            if batch >= 2 {
+                exposed += model.stats().exposed() - before;
+            }
+            outcome.losses.push(rank.mean(scalar(&loss))?);
+            let gradients = model.backward(loss)?;
+            optim.step(0.05, &mut model, gradients)?;
+        }
+        let overlap = model.stats().overlap().unwrap();
+        assert!((0.0..=1.0).contains(&overlap), "{overlap}");
+        outcome.weights = weights(&model)?;
+        Ok((exposed, outcome))
+    })
+    .unwrap();
+    (ranks.iter().map(|(exposed, _)| *exposed).sum(), ranks[0].1.clone())
+}
+
+#[test]
+fn prefetch_hides_most_of_the_gathers_behind_as_much_computation() {
+    let (on_demand, expected) = forwards_on_a_slow_link(0);
+    let (ahead, got) = forwards_on_a_slow_link(1);
+    assert!(ahead < on_demand / 2, "{ahead:?} exposed with prefetch, {on_demand:?} without");
+    assert_parity("prefetch on a slow link", &expected, &got, Tolerance::EXACT);
+}
+
+#[test]
+fn without_communication_there_is_no_overlap() {
+    assert_eq!(fsdp_burn::EngineStats::default().overlap(), None);
+}
+
+#[test]
+fn the_engine_holds_no_more_after_a_hundred_steps() {
+    for stage in Stage::ALL {
+        let peaks = launch(&config(stage, 2), |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            let mut peaks = Vec::new();
+            for batch in 0..110 {
+                let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+                optim.step(0.01, &mut model, gradients)?;
+                if batch == 9 || batch == 109 {
+                    let stats = model.stats();
+                    peaks.push([stats.peak_parameter_bytes, stats.peak_gathered_bytes, stats.peak_gradient_bytes]);
+                }
+            }
+            Ok(peaks)
+        })
+        .unwrap();
+        for (rank, peaks) in peaks.iter().enumerate() {
+            assert_eq!(peaks[0], peaks[1], "rank {rank} at {stage}");
+            assert!(peaks[0][0] > 0 && peaks[0][2] > 0, "rank {rank} at {stage}: {peaks:?}");
+        }
+    }
+}
+
+/// The largest size of what is gathered at once in three steps, and what the estimate says for all ranks of the process.
+fn gathered_bytes<M: Trial>(prefetch: PrefetchConfig) -> (usize, u64, Plan) {
+    let config = Config { prefetch, ..config(Stage::Parameters, 2) };
+    let mut ranks = launch(&config, |rank| {
+        let mut model = start::<M>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        for batch in 0..3 {
+            let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+            optim.step(0.01, &mut model, gradients)?;
+        }
+        let estimate = model.memory_estimate(fsdp_burn::OptimizerKind::Sgd, None);
+        Ok((model.stats().peak_gathered_bytes, 2 * estimate.gathered_bytes, model.plan().clone()))
+    })
+    .unwrap();
+    ranks.remove(0)
+}
+
+#[test]
+fn a_limit_in_bytes_bounds_what_is_gathered_at_once() {
+    let (unlimited, _, plan) = gathered_bytes::<Mlp>(at_depth(3, None));
+    let bytes = |name: &str| {
+        let unit = plan.units().iter().position(|unit| unit.name == name).unwrap();
+        4 * plan.unit_len(unit)
+    };
+    let (kept, hidden) = (bytes("root"), bytes("hidden.0"));
+    let limit = kept + 2 * hidden;
+    let (limited, estimated, _) = gathered_bytes::<Mlp>(at_depth(3, Some(limit)));
+    assert_eq!(limited, limit, "the kept root, the unit in use, and one ahead; {unlimited} without a limit");
+    assert!(limited < unlimited, "{limited} with the limit, {unlimited} without");
+    // Shares of the ranks are rounded up to whole elements.
+    assert!(estimated >= limited as u64 && estimated <= limited as u64 + 8, "{estimated} estimated, {limited} held");
+    let (least, ..) = gathered_bytes::<Mlp>(at_depth(3, Some(1)));
+    assert_eq!(least, gathered_bytes::<Mlp>(at_depth(0, None)).0, "the unit in use is gathered whatever the limit");
+}
+
+fn assert_same_bits_under_any_limit<M: Trial>() {
+    let with = |max_bytes| {
+        let config = Config { prefetch: at_depth(2, max_bytes), ..config(Stage::Parameters, 3) };
+        sharded::<M>(&config, Optimizer::AdamW)
+    };
+    let expected = with(None);
+    for limit in [1, 1500, 4000] {
+        assert_parity(&format!("a limit of {limit} bytes"), &expected, &with(Some(limit)), Tolerance::EXACT);
+    }
+}
+
+#[test]
+fn a_limit_in_bytes_changes_no_bit() {
+    assert_same_bits_under_any_limit::<Mlp>();
+    assert_same_bits_under_any_limit::<ConvNet>();
+    assert_same_bits_under_any_limit::<Gpt>();
+}
+
+/// Keeps the text of all events.
+#[derive(Clone, Default)]
+struct Log {
+    lines: Arc<Mutex<Vec<String>>>,
+    next_id: Arc<AtomicU64>,
+}
+
+impl Subscriber for Log {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(self.next_id.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(format!("{} ", event.metadata().level()));
+        event.record(&mut line);
+        self.lines.lock().unwrap().push(line.0);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, _: &Field, value: &dyn fmt::Debug) {
+        self.0 += &format!("{value:?}");
+    }
+}
+
+/// What rank 0 logs while a model is sharded.
+fn logged(config: &Config) -> Vec<String> {
+    let log = Log::default();
+    let lines = log.lines.clone();
+    launch(config, move |rank| {
+        let shard = || start::<Mlp>(&rank).map(|_| ());
+        if rank.is_main() { tracing::subscriber::with_default(log.clone(), shard) } else { shard() }
+    })
+    .unwrap();
+    let lines = lines.lock().unwrap();
+    lines.iter().filter(|line| line.contains("nothing is sharded")).cloned().collect()
+}
+
+#[test]
+fn a_stage_that_has_no_rank_to_shard_over_says_so() {
+    let replicas = Some(Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 1)]).unwrap());
+    let expected = "INFO the mesh has one rank along `shard`, so nothing is sharded: stage 2 behaves like stage 0";
+    assert_eq!(logged(&Config { mesh: replicas.clone(), ..config(Stage::Gradients, 2) }), [expected]);
+    assert_eq!(logged(&config(Stage::Gradients, 1)), [expected]);
+    assert!(logged(&config(Stage::Gradients, 2)).is_empty());
+    assert!(logged(&Config { mesh: replicas, ..config(Stage::Ddp, 2) }).is_empty());
+}

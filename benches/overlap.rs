@@ -168,7 +168,7 @@ fn run(args: &Args, setting: Setting, steps: &mut Steps) -> Result<(), Box<dyn s
     let config = Config {
         stage: Stage::Parameters,
         world_size: args.ranks,
-        prefetch: PrefetchConfig { forward: setting.prefetch, backward: setting.prefetch },
+        prefetch: PrefetchConfig { forward: setting.prefetch, backward: setting.prefetch, ..PrefetchConfig::default() },
         training: TrainingConfig { non_finite: setting.non_finite, ..TrainingConfig::default() },
         ..Config::default()
     };

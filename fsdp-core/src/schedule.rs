@@ -439,9 +439,9 @@ impl Schedule {
     /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
     ///
     /// [Note: A limit that all ranks agree on]
-    /// Gathers must start in the same order on every rank, also where a rank leaves a branch of the model out and frees a
-    /// unit earlier or later than its peers. So what counts against the limit is not what this rank holds at the moment,
-    /// but what all of them may hold: the kept units, gathered or not, and those of the window.
+    /// Gathers must start in the same order on every rank, also where a rank leaves out a branch of the model and frees
+    /// a unit earlier or later than its peers. So what counts against the limit is not what this rank holds now, but
+    /// what all of them may hold: the kept units, gathered or not, and those of the window.
     fn within_limit(&self, mut window: Vec<UnitIndex>) -> Vec<UnitIndex> {
         let Some(limit) = self.depth.max_bytes else { return window };
         let kept_bytes = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);

@@ -351,7 +351,7 @@ impl Schedule {
                 if !self.units[next].gradients_ready {
                     break;
                 }
-                self.reduce(next, &mut actions);
+                self.reduce(next, true, &mut actions);
             }
         }
         actions
@@ -377,10 +377,12 @@ impl Schedule {
 
     /// Starts all reductions that this backward has not started, in their order. A unit that had no gradient on this
     /// rank is among them: its peers may have one.
+    ///
+    /// None waits for another: all their gradients exist by now, and the step waits unit by unit.
     pub fn reduce_rest(&mut self) -> Vec<Action> {
         let mut actions = Vec::new();
         while let Some(&next) = self.reduce_order.get(self.next_reduce) {
-            self.reduce(next, &mut actions);
+            self.reduce(next, false, &mut actions);
         }
         for unit in &mut self.units {
             unit.gradients_ready = false;
@@ -490,12 +492,15 @@ impl Schedule {
         }
     }
 
-    /// Starts a reduction, once the one before it is done: so that at most two units of full gradients exist, the one
-    /// being reduced and the one being computed.
-    fn reduce(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
-        if let Some(previous) = self.reduce_in_flight.replace(unit) {
-            actions.push(Action::WaitReduce(previous));
-            self.reduces_pending.retain(|&pending| pending != previous);
+    /// Starts a reduction. In backward the one before it must be done: so that at most two units of full gradients
+    /// exist, the one being reduced and the one being computed. And so must be the unit's own of an earlier backward.
+    fn reduce(&mut self, unit: UnitIndex, in_backward: bool, actions: &mut Vec<Action>) {
+        let previous = self.reduce_in_flight.replace(unit).filter(|_| in_backward);
+        for waited in previous.into_iter().chain([unit]) {
+            if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == waited) {
+                self.reduces_pending.remove(at);
+                actions.push(Action::WaitReduce(waited));
+            }
         }
         actions.push(Action::Reduce(unit));
         self.reduces_pending.push(unit);

@@ -189,7 +189,7 @@ impl Trace {
             pid: span.rank,
             tid: row,
             ts: micros(span.start),
-            dur: micros(span.end) - micros(span.start),
+            dur: span.end.saturating_duration_since(span.start).as_nanos() as f64 / 1e3,
             args: Args { name: None, step: Some(span.step), bytes: (span.bytes > 0).then_some(span.bytes) },
         }
     }

@@ -59,16 +59,25 @@ pub(crate) fn coefficient(norm: f64, max_norm: f64) -> f64 {
 }
 
 fn sum_of_squares(bytes: &[u8], dtype: Dtype) -> f64 {
-    // Four sums side by side, so that additions need not wait for each other; the order is fixed all the same.
-    fn sum(values: impl Iterator<Item = f64>) -> f64 {
-        let mut lanes = [0.0; 4];
-        values.enumerate().for_each(|(index, value)| lanes[index % 4] += value * value);
-        lanes.iter().sum()
-    }
     match dtype {
-        Dtype::F32 => sum(bytes.as_chunks::<4>().0.iter().map(|chunk| f64::from(f32::from_ne_bytes(*chunk)))),
-        Dtype::F64 => sum(bytes.as_chunks::<8>().0.iter().map(|chunk| f64::from_ne_bytes(*chunk))),
+        Dtype::F32 => sum_of_lanes(bytes.as_chunks::<4>().0, |chunk| f64::from(f32::from_ne_bytes(chunk))),
+        Dtype::F64 => sum_of_lanes(bytes.as_chunks::<8>().0, f64::from_ne_bytes),
     }
+}
+
+/// Adds the squares in sixteen sums side by side, which vectorises; the order is fixed all the same.
+fn sum_of_lanes<const N: usize>(elements: &[[u8; N]], value: impl Fn([u8; N]) -> f64) -> f64 {
+    let mut lanes = [0.0; 16];
+    let mut add = |elements: &[[u8; N]]| {
+        for (lane, &element) in lanes.iter_mut().zip(elements) {
+            let value = value(element);
+            *lane += value * value;
+        }
+    };
+    let (rounds, rest) = elements.as_chunks::<16>();
+    rounds.iter().for_each(|round| add(round));
+    add(rest);
+    lanes.iter().sum()
 }
 
 #[cfg(test)]

@@ -121,6 +121,10 @@ impl Block {
     }
 }
 
+/// Buffers that the matrix products of one compute thread keep for packing their operands, in bytes: the difference
+/// between what a plain run holds between steps and its parameters and optimizer state, the same for all sizes tried.
+const WORKSPACE_BYTES: u64 = 2_300_000;
+
 /// Bytes that one rank holds when backward begins, for `batch` sequences in float32 on a device with balanced gradient
 /// checkpointing: the outputs of matrix products and of the softmax, and what the last perceptron's backward computes
 /// again at once. Weights are not counted: they are parameters or gathered units.
@@ -137,5 +141,5 @@ pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let perceptron = 4 * vectors // output of `up`
         + vectors; // output of `down`
     let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
-    4 * (embedded + config.layers as u64 * (attention + perceptron) + logits + again)
+    WORKSPACE_BYTES + 4 * (embedded + config.layers as u64 * (attention + perceptron) + logits + again)
 }

@@ -117,9 +117,7 @@ impl Outcome {
             () => None,
         }
     }
-}
 
-impl Outcome {
     /// Burn shows the clipping of the first group only.
     fn may_clip_by_norm(&self) -> bool {
         let by_value = matches!(self.optimizer.grad_clipping(), Some(GradientClipping::Value(_)));

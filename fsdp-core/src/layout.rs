@@ -79,6 +79,11 @@ impl ShardLayout {
         self.outer() * self.rows(rank).len() * self.inner()
     }
 
+    /// Elements that the ranks other than `rank` own.
+    pub fn others_len(&self, rank: usize) -> usize {
+        self.full_len() - self.shard_len(rank)
+    }
+
     /// Elements of the largest block: what each rank would send where messages must be equal.
     /// See [Note: Padding of uneven shards].
     pub fn padded_len(&self) -> usize {

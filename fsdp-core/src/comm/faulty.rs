@@ -109,7 +109,7 @@ impl Faulty {
     }
 
     fn others_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
-        (layout.full_len() - layout.shard_len(self.rank())) * elem_bytes
+        layout.others_len(self.rank()) * elem_bytes
     }
 
     fn own_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {

@@ -120,11 +120,11 @@ impl Recorder {
 
     /// Bytes of the other ranks' blocks.
     fn others_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
-        (layout.full_len() - layout.shard_len(self.rank())) * elem_bytes
+        layout.others_len(self.rank()) * elem_bytes
     }
 
     /// Bytes of this rank's block, once for each other rank.
-    fn own_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
+    fn repeated_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
         layout.shard_len(self.rank()) * elem_bytes * (self.world_size() - 1)
     }
 }
@@ -140,7 +140,7 @@ impl Communicator for Recorder {
 
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         let gathered = self.inner.all_gather(tag, parts)?;
-        let sent = parts.iter().map(|part| self.own_bytes(&part.layout, part.elem_bytes)).sum();
+        let sent = parts.iter().map(|part| self.repeated_bytes(&part.layout, part.elem_bytes)).sum();
         self.traffic.add(OpKind::AllGather, tag, sent);
         Ok(gathered)
     }
@@ -156,7 +156,7 @@ impl Communicator for Recorder {
         let reduced = self.inner.all_reduce(tag, parts, reduce)?;
         let sent = |part: &ReducePart| {
             let elem_bytes = part.dtype.size_bytes();
-            self.others_bytes(&part.layout, elem_bytes) + self.own_bytes(&part.layout, elem_bytes)
+            self.others_bytes(&part.layout, elem_bytes) + self.repeated_bytes(&part.layout, elem_bytes)
         };
         self.traffic.add(OpKind::AllReduce, tag, parts.iter().map(sent).sum());
         Ok(reduced)

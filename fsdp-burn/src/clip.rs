@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use multiversion::multiversion;
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, ShardLayout};
 
 use crate::Error;
@@ -58,6 +59,7 @@ pub(crate) fn coefficient(norm: f64, max_norm: f64) -> f64 {
     if norm > max_norm { max_norm / norm } else { 1.0 }
 }
 
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
 fn sum_of_squares(bytes: &[u8], dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => sum_of_lanes(bytes.as_chunks::<4>().0, |chunk| f64::from(f32::from_ne_bytes(chunk))),
@@ -65,18 +67,18 @@ fn sum_of_squares(bytes: &[u8], dtype: Dtype) -> f64 {
     }
 }
 
-/// Adds the squares in sixteen sums side by side, which vectorises; the order is fixed all the same.
+/// Adds the squares in sixteen sums side by side, which vectorises; the order is fixed all the same. Inlined, so that it is
+/// compiled for each of the caller's instruction sets.
+#[inline(always)]
 fn sum_of_lanes<const N: usize>(elements: &[[u8; N]], value: impl Fn([u8; N]) -> f64) -> f64 {
     let mut lanes = [0.0; 16];
-    let mut add = |elements: &[[u8; N]]| {
+    let (rounds, rest) = elements.as_chunks::<16>();
+    for elements in rounds.iter().map(<[_; 16]>::as_slice).chain([rest]) {
         for (lane, &element) in lanes.iter_mut().zip(elements) {
             let value = value(element);
             *lane += value * value;
         }
-    };
-    let (rounds, rest) = elements.as_chunks::<16>();
-    rounds.iter().for_each(|round| add(round));
-    add(rest);
+    }
     lanes.iter().sum()
 }
 

@@ -55,6 +55,7 @@ mod distribute;
 mod elementwise;
 mod engine;
 mod error;
+mod fused_adamw;
 mod gather_op;
 mod host;
 mod launch;
@@ -68,6 +69,7 @@ mod survey;
 
 pub use engine::EngineStats;
 pub use error::Error;
+pub use fused_adamw::FusedAdamW;
 pub use launch::{LaunchOptions, launch, launch_with};
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};

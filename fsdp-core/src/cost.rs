@@ -49,7 +49,8 @@ impl UnitTraffic {
 /// What decides the traffic of an optimizer step, apart from the units.
 ///
 /// With P parameters on N ranks, each rank sends 2P(N−1)/N elements at stages 0 to 2, and 3P(N−1)/N at stage 3, less
-/// P(N−1)/N for units that skip the second gather: those marked `keep`, and the last, which backward needs at once.
+/// P(N−1)/N for units that skip the second gather: those marked `keep`, and the last of the others, which
+/// is still there when backward begins.
 ///
 /// ```
 /// use fsdp_core::{Stage, TrafficModel, UnitTraffic};
@@ -90,13 +91,14 @@ impl TrafficModel {
             Accumulate::Reduced => self.num_micro_batches,
             Accumulate::Local => 1,
         };
+        let last = units.iter().rposition(|unit| !unit.keep);
         for (i, unit) in units.iter().enumerate() {
             if self.stage == Stage::Ddp {
                 step += StepTraffic::all_reduce(self.num_shards * self.num_replicas, unit.full_len) * num_reductions;
                 continue;
             }
             let num_gathers = match self.stage.shards_parameters() {
-                true if unit.keep || i + 1 == units.len() => self.num_micro_batches,
+                true if unit.keep || last == Some(i) => self.num_micro_batches,
                 true => 2 * self.num_micro_batches,
                 false => 1,
             };

@@ -187,6 +187,9 @@ pub struct Schedule {
     depth: PrefetchDepth,
     pass: Pass,
     current: Option<UnitIndex>,
+    /// The last unit in use that is not kept: it stays until the next such unit is used, also while kept units are in use
+    /// between the two. So the last one of forward is still there when backward asks for it.
+    in_use: Option<UnitIndex>,
     /// Order of use, learned in the last complete pass of each kind and checked in every later one.
     forward_order: Vec<UnitIndex>,
     backward_order: Vec<UnitIndex>,
@@ -217,6 +220,7 @@ impl Schedule {
             depth,
             pass: Pass::Idle,
             current: None,
+            in_use: None,
             forward_order: Vec::new(),
             backward_order: Vec::new(),
             recording: Vec::new(),
@@ -240,13 +244,13 @@ impl Schedule {
             Pass::Forward { cursor } => cursor,
             // An evaluation in the middle of a forward changes nothing about it.
             Pass::Evaluate { .. } => {
-                self.current = None;
+                (self.current, self.in_use) = (None, None);
                 0
             }
             Pass::Idle | Pass::Backward { .. } => {
                 self.recording.clear();
                 self.first_uses.clear();
-                self.current = None;
+                (self.current, self.in_use) = (None, None);
                 0
             }
         };
@@ -312,7 +316,7 @@ impl Schedule {
         self.next_reduce = 0;
         // What an earlier backward left unreduced is not complete before this one has added to it.
         self.units.iter_mut().for_each(|unit| unit.gradients_ready = false);
-        self.current = None;
+        (self.current, self.in_use) = (None, None);
         self.pass = Pass::Backward { cursor: 0 };
     }
 
@@ -326,8 +330,10 @@ impl Schedule {
         if self.recording.last() != Some(&unit) {
             self.recording.push(unit);
         }
-        let window = self.within_limit(window(&self.backward_order, cursor, unit, self.depth.backward));
-        self.demand(unit, &window)
+        // Kept units are here since forward.
+        let here = |next: UnitIndex| self.units[next].traits.keep || !self.units[next].traits.gathered_on_use;
+        let window = window(&self.backward_order, cursor, unit, self.depth.backward, here);
+        self.demand(unit, &self.within_limit(window))
     }
 
     /// One gradient of `unit` has been computed. When it is the last one expected, the unit is freed and its reduction
@@ -371,7 +377,7 @@ impl Schedule {
             self.backward_order = std::mem::take(&mut self.recording);
         }
         self.pass = Pass::Idle;
-        self.current = None;
+        (self.current, self.in_use) = (None, None);
         actions
     }
 
@@ -429,13 +435,18 @@ impl Schedule {
         self.recording.clear();
         self.first_uses.clear();
         self.pass = Pass::Idle;
-        self.current = None;
+        (self.current, self.in_use) = (None, None);
         actions
     }
 
     fn forward_window(&self, unit: UnitIndex, cursor: usize) -> Vec<UnitIndex> {
         let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
-        self.within_limit(window(&self.forward_order, cursor, unit, depth))
+        let order = &self.forward_order;
+        let here = |next: UnitIndex| {
+            let traits = self.units[next].traits;
+            !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
+        };
+        self.within_limit(window(order, cursor, unit, depth, here))
     }
 
     /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
@@ -446,8 +457,11 @@ impl Schedule {
     /// what all of them may hold: the kept units, gathered or not, and those of the window.
     fn within_limit(&self, mut window: Vec<UnitIndex>) -> Vec<UnitIndex> {
         let Some(limit) = self.depth.max_bytes else { return window };
-        let kept_bytes = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
-        let mut bytes: usize = kept_bytes.map(|traits| traits.gathered_bytes).sum();
+        let kept = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
+        // A kept unit is used while the unit before it stays.
+        let beside = self.in_use.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
+        let beside = beside.map(|unit| self.units[unit].traits);
+        let mut bytes: usize = kept.chain(beside).map(|traits| traits.gathered_bytes).sum();
         let exceeds = |&unit: &UnitIndex| {
             let traits = self.units[unit].traits;
             bytes += if traits.keep { 0 } else { traits.gathered_bytes };
@@ -458,7 +472,8 @@ impl Schedule {
         window
     }
 
-    /// Makes `unit` present and the rest of `window` under way, and frees what is neither in the window nor kept.
+    /// Makes `unit` present and the rest of `window` under way. It takes the place of the unit that was in use before it,
+    /// unless it stays itself: then nothing is freed.
     fn demand(&mut self, unit: UnitIndex, window: &[UnitIndex]) -> Vec<Action> {
         let Unit { traits, state, .. } = &self.units[unit];
         if self.current == Some(unit) && (!traits.gathered_on_use || *state == UnitState::Gathered) {
@@ -466,12 +481,15 @@ impl Schedule {
         }
         self.current = Some(unit);
         let mut actions = Vec::new();
-        for other in 0..self.units.len() {
-            let Unit { traits, pending_gradients, .. } = self.units[other];
+        if traits.gathered_on_use && !traits.keep {
+            self.in_use = Some(unit);
             let in_backward = matches!(self.pass, Pass::Backward { .. });
-            let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
-            if !needed {
-                self.free(other, &mut actions);
+            for other in 0..self.units.len() {
+                let Unit { traits, pending_gradients, .. } = self.units[other];
+                let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
+                if !needed {
+                    self.free(other, &mut actions);
+                }
             }
         }
         for &next in window {
@@ -514,15 +532,21 @@ fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
     position(cursor).or_else(|| position(0)).unwrap_or(cursor)
 }
 
-/// `unit` and the `depth` distinct units used after it.
-fn window(order: &[UnitIndex], cursor: usize, unit: UnitIndex, depth: usize) -> Vec<UnitIndex> {
+/// `unit` and the `depth` distinct units used after it, those left out that are `here` by then.
+fn window(
+    order: &[UnitIndex],
+    cursor: usize,
+    unit: UnitIndex,
+    depth: usize,
+    here: impl Fn(UnitIndex) -> bool,
+) -> Vec<UnitIndex> {
     let mut window = vec![unit];
     if order.get(cursor) == Some(&unit) {
         for &next in &order[cursor + 1..] {
             if window.len() > depth {
                 break;
             }
-            if !window.contains(&next) {
+            if !window.contains(&next) && !here(next) {
                 window.push(next);
             }
         }

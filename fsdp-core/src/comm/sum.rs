@@ -1,6 +1,7 @@
 //! Adds the ranks' values of one range of elements, in the order of ranks. See [Note: Order of a sum].
 
 use std::mem::MaybeUninit;
+use std::ops::{Add, Mul};
 
 use crate::Dtype;
 
@@ -24,14 +25,12 @@ pub(crate) fn write_sum<'a, 's>(
 }
 
 /// An element type of `BYTES` bytes that can be added.
-trait Element<const BYTES: usize>: Copy + Default + PartialEq + std::ops::AddAssign + std::ops::MulAssign {
-    const ONE: Self;
+trait Element<const BYTES: usize>: Copy + Add<Output = Self> + Mul<Output = Self> {
     fn from_bytes(bytes: [u8; BYTES]) -> Self;
     fn to_bytes(self) -> [u8; BYTES];
 }
 
 impl Element<4> for f32 {
-    const ONE: Self = 1.0;
     fn from_bytes(bytes: [u8; 4]) -> Self {
         f32::from_ne_bytes(bytes)
     }
@@ -41,7 +40,6 @@ impl Element<4> for f32 {
 }
 
 impl Element<8> for f64 {
-    const ONE: Self = 1.0;
     fn from_bytes(bytes: [u8; 8]) -> Self {
         f64::from_ne_bytes(bytes)
     }
@@ -56,26 +54,38 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
     scale: T,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
-    let mut sums = [T::default(); PIECE_LEN];
+    let mut next = || sources.next().map(|source| elements::<BYTES>(source, target.len()));
+    let mut sums = [[0; BYTES]; PIECE_LEN];
     let sums = &mut sums[..target.len() / BYTES];
-    let first = sources.next().expect("a sum has at least one rank");
-    for (sum, bytes) in sums.iter_mut().zip(elements::<BYTES>(first, target.len())) {
-        *sum = T::from_bytes(*bytes);
-    }
-    for source in sources {
-        for (sum, bytes) in sums.iter_mut().zip(elements::<BYTES>(source, target.len())) {
-            *sum += T::from_bytes(*bytes);
+    let first = next().expect("a sum has at least one rank");
+    // The first sum, the last one and its scaling are the same pass where there are two ranks.
+    match (next(), next()) {
+        (None, _) => {
+            for (sum, &a) in sums.iter_mut().zip(first) {
+                *sum = (T::from_bytes(a) * scale).to_bytes();
+            }
+        }
+        (Some(second), None) => {
+            for (sum, (&a, &b)) in sums.iter_mut().zip(first.iter().zip(second)) {
+                *sum = ((T::from_bytes(a) + T::from_bytes(b)) * scale).to_bytes();
+            }
+        }
+        (Some(second), Some(third)) => {
+            for (sum, (&a, &b)) in sums.iter_mut().zip(first.iter().zip(second)) {
+                *sum = (T::from_bytes(a) + T::from_bytes(b)).to_bytes();
+            }
+            let mut last = third;
+            while let Some(following) = next() {
+                for (sum, &value) in sums.iter_mut().zip(std::mem::replace(&mut last, following)) {
+                    *sum = (T::from_bytes(*sum) + T::from_bytes(value)).to_bytes();
+                }
+            }
+            for (sum, &value) in sums.iter_mut().zip(last) {
+                *sum = ((T::from_bytes(*sum) + T::from_bytes(value)) * scale).to_bytes();
+            }
         }
     }
-    if scale != T::ONE {
-        sums.iter_mut().for_each(|sum| *sum *= scale);
-    }
-    let mut bytes = [[0; BYTES]; PIECE_LEN];
-    let bytes = &mut bytes[..sums.len()];
-    for (bytes, sum) in bytes.iter_mut().zip(sums.iter()) {
-        *bytes = sum.to_bytes();
-    }
-    target.write_copy_of_slice(bytes.as_flattened())
+    target.write_copy_of_slice(sums.as_flattened())
 }
 
 fn elements<const BYTES: usize>(source: &[u8], expected_bytes: usize) -> &[[u8; BYTES]] {
@@ -108,10 +118,16 @@ mod tests {
         let third = 1.0_f32 / 3.0;
         let expected = (0.1_f32 + 0.2 + 0.3) * third;
         assert_eq!(sum_f32(&[vec![0.1], vec![0.2], vec![0.3]], 1.0 / 3.0), [expected]);
+        assert_eq!(sum_f32(&[vec![0.1], vec![0.2]], 1.0 / 3.0), [(0.1_f32 + 0.2) * third]);
+        assert_eq!(sum_f32(&[vec![0.1]], 1.0 / 3.0), [0.1_f32 * third]);
+        let five = [0.1_f32, 0.2, 0.3, 0.4, 0.5];
+        let expected = five.into_iter().skip(1).fold(five[0], |sum, value| sum + value) * third;
+        assert_eq!(sum_f32(&five.map(|value| vec![value]), 1.0 / 3.0), [expected]);
     }
 
     #[test]
     fn not_a_number_and_negative_zero_pass_through() {
+        assert_eq!(sum_f32(&[vec![-0.0], vec![-0.0]], 1.0)[0].to_bits(), (-0.0_f32).to_bits());
         assert_eq!(sum_f32(&[vec![-0.0]], 1.0)[0].to_bits(), (-0.0_f32).to_bits());
         assert!(sum_f32(&[vec![f32::NAN], vec![1.0]], 0.5)[0].is_nan());
     }

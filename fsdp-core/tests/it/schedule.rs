@@ -283,6 +283,39 @@ fn a_kept_unit_is_gathered_once_and_freed_when_its_gradients_are_there() {
     assert_eq!(backward[..5], [Free(2), Reduce(2), Free(1), WaitReduce(2), Reduce(1)]);
 }
 
+/// A transformer's order: the embedding, positions in the root, blocks, the norm in the root again, the head.
+#[test]
+fn kept_units_after_the_last_block_leave_it_gathered_for_backward() {
+    for depth in [0, 1, 2] {
+        let mut schedule = schedule(&[KEPT, KEPT, UNIT, UNIT, UNIT, KEPT], depth);
+        let [forward, backward, _] = third_step(&mut schedule, &[0, 1, 2, 3, 4, 1, 5]);
+        assert!(!forward.contains(&Free(4)), "{forward:?}");
+        assert!(!backward.contains(&Gather(4)), "{backward:?}");
+        let gathers = [forward, backward].concat().into_iter().filter(|action| matches!(action, Gather(_))).count();
+        assert_eq!(gathers, 6 + 2, "every unit once, and the first two blocks again");
+    }
+}
+
+#[test]
+fn a_kept_unit_that_is_here_already_takes_no_place_in_the_window() {
+    let mut schedule = schedule(&[KEPT, UNIT, UNIT, UNIT], 1);
+    let [forward, backward, _] = third_step(&mut schedule, &[0, 1, 0, 2, 0, 3]);
+    let ahead = |unit| [Gather(unit), WaitGather(unit - 1)];
+    assert!(forward.windows(2).any(|pair| pair == ahead(2)), "{forward:?}");
+    assert!(forward.windows(2).any(|pair| pair == ahead(3)), "{forward:?}");
+    assert!(backward.starts_with(&[Gather(2), Free(3), Reduce(3)]), "{backward:?}");
+    assert_eq!(peak_bytes(&[forward, backward].concat(), &[UNIT; 4]), 300, "the kept one, one in use, one ahead");
+}
+
+#[test]
+fn what_stays_while_a_kept_unit_is_in_use_counts_against_the_limit() {
+    let depth = PrefetchDepth { forward: 2, backward: 2, max_bytes: Some(300) };
+    let units = [UNIT, KEPT, UNIT, UNIT];
+    let mut schedule = Schedule::new(Stage::Parameters, &units, depth);
+    let [forward, backward, _] = third_step(&mut schedule, &[0, 1, 2, 3]);
+    assert_eq!(peak_bytes(&[forward, backward].concat(), &units), 300);
+}
+
 #[test]
 fn a_frozen_unit_is_gathered_and_never_reduced_or_stepped() {
     let frozen = UnitTraits { trainable: false, ..UNIT };

@@ -1,0 +1,263 @@
+//! AdamW in one pass over a block: Burn's arithmetic, without its intermediate tensors.
+//!
+//! Op by op, a step of AdamW reads and writes a dozen tensors as large as the parameter. Here each element of the
+//! parameter, its gradient and its two moments is read once, and all that follows from it is computed in registers. The
+//! idea is that of DeepSpeed's CPUAdam (Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX
+//! ATC 2021) and of the fused optimizers of PyTorch; unlike those it rounds where op-by-op rounds, so bits are equal.
+
+use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, Optimizer};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use multiversion::multiversion;
+use rayon::prelude::*;
+use serde::Deserialize;
+
+use crate::Error;
+
+/// Elements that a thread computes at a time: few enough that five arrays of them stay in the second-level cache.
+const PIECE_LEN: usize = 16 * 1024;
+
+/// Burn's AdamW, computed in one pass over each parameter in place of about fifteen.
+///
+/// The result has the same bits as Burn's [`AdamW`], and the state the same record, so either continues what the other
+/// began. It is a Burn [`Optimizer`], in sharded training and in plain.
+///
+/// Memory: 4 bytes per element of the parameter in work, for its new value. Traffic to memory: 28 bytes per element.
+/// The first step of a parameter, tensors that are not float32 on the CPU, AMSGrad and cautious weight decay are left to
+/// Burn's own.
+///
+/// ```
+/// use burn::{module::Module, nn::{Linear, LinearConfig}, optim::AdamWConfig, tensor::Tensor};
+/// use fsdp_burn::{Config, Error, FusedAdamW, Sharded, launch};
+///
+/// #[derive(Module, Debug, Sharded)]
+/// struct Model {
+///     layer: Linear,
+/// }
+///
+/// launch(&Config { world_size: 2, ..Config::default() }, |rank| {
+///     let layer = LinearConfig::new(4, 4).init(&rank.device());
+///     let mut model = rank.shard(Model { layer })?;
+///     let mut optimizer = rank.optimizer(FusedAdamW::new(&AdamWConfig::new().with_weight_decay(0.1))?)?;
+///     let loss = model.layer.forward(Tensor::<2>::ones([8, 4], &rank.device())).mean();
+///     let gradients = model.backward(loss)?;
+///     optimizer.step(1e-3, &mut model, gradients)
+/// })?;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+pub struct FusedAdamW {
+    op_by_op: AdamW,
+    settings: Settings,
+}
+
+/// The fields of an [`AdamWConfig`], which shows them to serde only.
+#[derive(Clone, Deserialize)]
+struct Settings {
+    beta_1: f32,
+    beta_2: f32,
+    epsilon: f32,
+    weight_decay: f32,
+    cautious_weight_decay: bool,
+    amsgrad: bool,
+    grad_clipping: Option<serde::de::IgnoredAny>,
+}
+
+impl FusedAdamW {
+    /// The optimizer of this configuration.
+    ///
+    /// # Errors
+    /// If the configuration clips gradients: Burn does that outside of the optimizer of one tensor.
+    pub fn new(config: &AdamWConfig) -> Result<Self, Error> {
+        let misuse = |problem: String, remedy| Error::Misuse { problem, remedy };
+        let settings: Settings =
+            serde_json::to_value(config).and_then(serde_json::from_value).map_err(|error| {
+                misuse(
+                    format!("the configuration of AdamW cannot be read: {error}"),
+                    "use Burn in the version that this crate names",
+                )
+            })?;
+        match settings.grad_clipping {
+            None => Ok(Self { op_by_op: config.build(), settings }),
+            Some(_) => Err(misuse(
+                "the configuration of AdamW clips gradients, which a fused optimizer does not".into(),
+                "set `gradient_clip_norm` in the configuration of the run, or clip with \
+                 `ModuleOptimizer::from(FusedAdamW::new(...)?).with_grad_clipping(...)`",
+            )),
+        }
+    }
+}
+
+impl Optimizer for FusedAdamW {
+    type State<const D: usize> = AdamWState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        let settings = &self.settings;
+        let device = tensor.device();
+        let fits = !settings.amsgrad
+            && !settings.cautious_weight_decay
+            && device == Device::flex()
+            && [tensor.dtype(), grad.dtype()] == [DType::F32; 2];
+        let mut state = match state {
+            Some(state) if fits && state.momentum.moment_1.dtype() == DType::F32 => state,
+            state => return self.op_by_op.step(lr, tensor, grad, state),
+        };
+        let momentum = &mut state.momentum;
+        momentum.time += 1;
+        let shape = tensor.shape();
+        let [tensor, grad] = [tensor, grad].map(Tensor::into_data);
+        // Taken out of the state, so that nothing shares them and they change in place.
+        let empty = || Tensor::empty([0; D], &device);
+        let [mut moment_1, mut moment_2] = [&mut momentum.moment_1, &mut momentum.moment_2]
+            .map(|moment| std::mem::replace(moment, empty()).into_data());
+        let update = Update::new(settings, lr, momentum.time);
+        let updated = update.apply(floats(&tensor), floats(&grad), floats_mut(&mut moment_1), floats_mut(&mut moment_2));
+        momentum.moment_1 = Tensor::from_data(moment_1, &device);
+        momentum.moment_2 = Tensor::from_data(moment_2, &device);
+        (Tensor::from_data(TensorData::new(updated, shape), &device), Some(state))
+    }
+
+    fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
+        AdamW::to_device(state, device)
+    }
+}
+
+/// The numbers of one step of one parameter, rounded as Burn rounds them.
+#[derive(Clone, Copy)]
+struct Update {
+    beta_1: f32,
+    beta_2: f32,
+    factor_1: f32,
+    factor_2: f32,
+    correction_1: f32,
+    correction_2: f32,
+    epsilon: f32,
+    decay: f32,
+    lr: f32,
+}
+
+impl Update {
+    fn new(settings: &Settings, lr: LearningRate, time: usize) -> Self {
+        let &Settings { beta_1, beta_2, epsilon, weight_decay, .. } = settings;
+        Self {
+            beta_1,
+            beta_2,
+            factor_1: 1.0 - beta_1,
+            factor_2: 1.0 - beta_2,
+            correction_1: 1.0 - beta_1.powi(time as i32),
+            correction_2: 1.0 - beta_2.powi(time as i32),
+            epsilon,
+            decay: (1.0 - lr * f64::from(weight_decay)) as f32,
+            lr: lr as f32,
+        }
+    }
+
+    /// Steps the moments in place, on all threads of the rank, and returns the new values.
+    fn apply(self, tensor: &[f32], grad: &[f32], moment_1: &mut [f32], moment_2: &mut [f32]) -> Vec<f32> {
+        let mut updated = vec![0.0; tensor.len()];
+        let inputs = tensor.par_chunks(PIECE_LEN).zip(grad.par_chunks(PIECE_LEN));
+        let moments = moment_1.par_chunks_mut(PIECE_LEN).zip(moment_2.par_chunks_mut(PIECE_LEN));
+        let pieces = updated.par_chunks_mut(PIECE_LEN).zip(inputs.zip(moments));
+        pieces.for_each(|(updated, ((tensor, grad), (moment_1, moment_2)))| {
+            step_piece(self, tensor, grad, moment_1, moment_2, updated);
+        });
+        updated
+    }
+}
+
+/// One pass over slices of the same length. Each product and sum is rounded by itself, as separate ops would round it.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+fn step_piece(
+    with: Update,
+    tensor: &[f32],
+    grad: &[f32],
+    moment_1: &mut [f32],
+    moment_2: &mut [f32],
+    updated: &mut [f32],
+) {
+    let inputs = tensor.iter().zip(grad);
+    let moments = moment_1.iter_mut().zip(moment_2);
+    for (((&value, &grad), (moment_1, moment_2)), updated) in inputs.zip(moments).zip(updated) {
+        *moment_1 = *moment_1 * with.beta_1 + grad * with.factor_1;
+        *moment_2 = *moment_2 * with.beta_2 + (grad * grad) * with.factor_2;
+        let corrected_1 = *moment_1 / with.correction_1;
+        let corrected_2 = *moment_2 / with.correction_2;
+        let delta = corrected_1 / (corrected_2.sqrt() + with.epsilon);
+        *updated = value * with.decay - delta * with.lr;
+    }
+}
+
+fn floats(data: &TensorData) -> &[f32] {
+    data.as_slice().expect("float32 was checked")
+}
+
+fn floats_mut(data: &mut TensorData) -> &mut [f32] {
+    data.as_mut_slice().expect("float32 was checked")
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::grad_clipping::GradientClippingConfig;
+
+    use super::*;
+
+    /// Values of both signs and many magnitudes, zeros of both signs among them.
+    fn values(seed: u32, len: usize) -> Tensor<1> {
+        let value = |index: u32| {
+            let mixed = (index ^ seed).wrapping_mul(0x9E37_79B9).rotate_left(13).wrapping_mul(0x85EB_CA6B);
+            match mixed % 11 {
+                0 => 0.0,
+                1 => -0.0,
+                _ => (f64::from(mixed) / f64::from(u32::MAX) - 0.5) as f32 * 10_f32.powi((mixed % 9) as i32 - 6),
+            }
+        };
+        Tensor::from_data(TensorData::new((0..len as u32).map(value).collect::<Vec<_>>(), [len]), &Device::flex())
+    }
+
+    fn bits(tensor: &Tensor<1>) -> Vec<u32> {
+        floats(&tensor.clone().into_data()).iter().map(|value| value.to_bits()).collect()
+    }
+
+    /// Ten steps, and the bits of the parameter and of both moments after each.
+    fn run<O: Optimizer<State<1> = AdamWState<1>>>(optimizer: &O, len: usize) -> Vec<[Vec<u32>; 3]> {
+        let (mut tensor, mut state) = (values(1, len), None);
+        let step = |step: u32| {
+            let (old, lr) = (tensor.clone(), 3e-4 * f64::from(step + 1));
+            (tensor, state) = optimizer.step(lr, old, values(2 + step, len), state.take());
+            let momentum = &state.as_ref().unwrap().momentum;
+            assert_eq!(momentum.time, step as usize + 1);
+            [&tensor, &momentum.moment_1, &momentum.moment_2].map(bits)
+        };
+        (0..10).map(step).collect()
+    }
+
+    #[test]
+    fn every_step_has_the_bits_of_burns_adamw() {
+        let base = AdamWConfig::new();
+        let configs = [
+            base.clone(),
+            base.clone().with_beta_1(0.8).with_beta_2(0.95).with_epsilon(1e-8).with_weight_decay(0.1),
+            base.clone().with_weight_decay(0.0),
+            base.clone().with_amsgrad(true),
+            base.with_cautious_weight_decay(true),
+        ];
+        for config in configs {
+            for len in [0, 1, 37, 2 * PIECE_LEN + 5] {
+                let fused = FusedAdamW::new(&config).unwrap();
+                assert!(run(&fused, len) == run(&config.build(), len), "{config}, {len} elements");
+            }
+        }
+    }
+
+    #[test]
+    fn a_configuration_that_clips_is_refused() {
+        let clipping = Some(GradientClippingConfig::Norm(1.0));
+        let error = FusedAdamW::new(&AdamWConfig::new().with_grad_clipping(clipping)).err().unwrap().to_string();
+        assert!(error.contains("clips gradients") && error.contains("gradient_clip_norm"), "{error}");
+    }
+}

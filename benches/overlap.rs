@@ -19,7 +19,7 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_benches::{GptShape, load_average, median};
 use fsdp_burn::{
-    Config, Error, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Trace, TrainingConfig,
+    Config, Error, FusedAdamW, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Trace, TrainingConfig,
     launch_with,
 };
 use fsdp_core::{Span, SpanKind, TraceStream};
@@ -192,7 +192,7 @@ fn run(args: &Args, setting: Setting, steps: &mut Steps) -> Result<(), Box<dyn s
 fn train(args: &Args, rank: &Rank) -> Result<Steps, Error> {
     let device = rank.device();
     let mut model = rank.shard(args.shape.init(&device))?;
-    let mut optim = rank.optimizer(AdamWConfig::new().with_weight_decay(0.1).init())?;
+    let mut optim = rank.optimizer(FusedAdamW::new(&AdamWConfig::new().with_weight_decay(0.1))?)?;
     let mut steps = Steps::default();
     for step in 0..args.warmup + args.steps {
         let (inputs, targets) = args.shape.batch(step, rank.rank(), &device);

@@ -5,11 +5,11 @@
 use std::time::Instant;
 
 use burn::module::Module;
-use burn::optim::{AdamWConfig, GradientsParams};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::Parser;
 use fsdp_benches::{GptShape, Spread, load_average, median};
-use fsdp_burn::{Config, Error, PrefetchConfig, Rank, Stage, launch};
+use fsdp_burn::{Config, Error, FusedAdamW, PrefetchConfig, Rank, Stage, launch};
 use fsdp_examples::Gpt;
 use serde::Serialize;
 
@@ -34,9 +34,13 @@ struct Args {
     /// Timed steps of each run.
     #[arg(long, default_value_t = 6)]
     steps: usize,
-    /// Modes to run: plain, 0, 1, 2, 3.
-    #[arg(long, value_delimiter = ',', default_value = "plain,0,1,2,3")]
+    /// Modes to run: plain (ranks without communication, as Burn alone trains), plain-fused (the same with the optimizer
+    /// in one pass), and the stages 0, 1, 2, 3.
+    #[arg(long, value_delimiter = ',', default_value = "plain,plain-fused,0,1,2,3")]
     modes: Vec<String>,
+    /// Burn's own AdamW at all stages too, in place of the one in one pass.
+    #[arg(long)]
+    op_by_op: bool,
     /// Units gathered ahead.
     #[arg(long, default_value_t = 1)]
     prefetch: usize,
@@ -64,19 +68,35 @@ struct Times {
     last_loss: f64,
 }
 
+/// What the ranks of a mode do.
+#[derive(Clone, Copy, Debug)]
+enum Mode {
+    Plain { fused: bool },
+    Sharded(Stage),
+}
+
+impl Mode {
+    fn parse(name: &str) -> Result<Self, Box<dyn std::error::Error>> {
+        Ok(match name {
+            "plain" => Mode::Plain { fused: false },
+            "plain-fused" => Mode::Plain { fused: true },
+            stage => Mode::Sharded(Stage::try_from(stage.parse::<u8>()?)?),
+        })
+    }
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args = Args::parse();
     let mut results: Vec<(String, Times)> = args.modes.iter().map(|mode| (mode.clone(), Times::default())).collect();
     for _ in 0..args.rounds {
         for (mode, times) in &mut results {
-            let stage = mode.parse::<u8>().ok().map(Stage::try_from).transpose()?;
-            run(&args, stage, times)?;
+            run(&args, Mode::parse(mode)?, times)?;
         }
     }
     let plain = results.iter().find(|(mode, _)| mode == "plain").map(|(_, times)| median(&times.step));
     println!("{} ranks, load average {}", args.ranks, load_average());
     println!(
-        "{:>6} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}",
+        "{:>11} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}",
         "mode",
         "step s",
         "min",
@@ -94,7 +114,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (mode, times) in &results {
         let step = Spread::of(&times.step);
         println!(
-            "{mode:>6} {step} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>9.0} {:>8} {:>8.4}",
+            "{mode:>11} {step} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>8.3} {:>9.0} {:>8} {:>8.4}",
             median(&times.forward),
             median(&times.backward),
             median(&times.optimizer),
@@ -117,17 +137,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn run(args: &Args, stage: Option<Stage>, times: &mut Times) -> Result<(), Error> {
+fn run(args: &Args, mode: Mode, times: &mut Times) -> Result<(), Error> {
+    let stage = match mode {
+        Mode::Plain { .. } => Stage::Ddp,
+        Mode::Sharded(stage) => stage,
+    };
     let config = Config {
-        stage: stage.unwrap_or(Stage::Ddp),
+        stage,
         world_size: args.ranks,
         prefetch: PrefetchConfig { forward: args.prefetch, backward: args.prefetch, ..PrefetchConfig::default() },
         ..Config::default()
     };
     let program = args.clone();
-    let ranks = launch(&config, move |rank| match stage {
-        Some(_) => sharded(&program, &rank),
-        None => plain(&program, &rank),
+    let ranks = launch(&config, move |rank| match mode {
+        Mode::Plain { fused } => plain(&program, fused, &rank),
+        Mode::Sharded(_) => sharded(&program, &rank),
     })?;
     let slowest = |pick: fn(&Times) -> &Vec<f64>| {
         (0..args.steps).map(|step| ranks.iter().map(|rank| pick(rank)[step]).fold(0.0, f64::max)).collect::<Vec<_>>()
@@ -145,7 +169,7 @@ fn run(args: &Args, stage: Option<Stage>, times: &mut Times) -> Result<(), Error
 fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
     let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model = rank.shard(args.shape.init(&device))?;
-    let mut optim = rank.optimizer(AdamWConfig::new().with_weight_decay(0.1).init())?;
+    let mut optim = rank.optimizer(optimizer(!args.op_by_op)?)?;
     let mut times = Times::default();
     let mut cpu_before = 0.0;
     for step in 0..args.warmup + args.steps {
@@ -176,10 +200,10 @@ fn sharded(args: &Args, rank: &Rank) -> Result<Times, Error> {
     Ok(times)
 }
 
-fn plain(args: &Args, rank: &Rank) -> Result<Times, Error> {
+fn plain(args: &Args, fused: bool, rank: &Rank) -> Result<Times, Error> {
     let device = if args.hold { Device::flex().autodiff() } else { rank.device() };
     let mut model: Gpt = args.shape.init(&device);
-    let mut optim = AdamWConfig::new().with_weight_decay(0.1).init();
+    let mut optim = optimizer(fused)?;
     let mut times = Times::default();
     let mut cpu_before = 0.0;
     // Lazy parameters would share their lock, and tracked ones their graph, with nobody: each rank builds its own.
@@ -209,6 +233,12 @@ fn plain(args: &Args, rank: &Rank) -> Result<Times, Error> {
     rank.barrier()?;
     times.cpu.push((cpu_seconds() - cpu_before) / (args.steps * args.ranks) as f64);
     Ok(times)
+}
+
+/// AdamW in one pass, or Burn's own.
+fn optimizer(fused: bool) -> Result<ModuleOptimizer, Error> {
+    let config = AdamWConfig::new().with_weight_decay(0.1);
+    Ok(if fused { FusedAdamW::new(&config)?.into() } else { config.init() })
 }
 
 /// Seconds that all threads of this process have computed, by the system's clock of 100 ticks a second; NaN where it

@@ -1,0 +1,8 @@
+//! Layers and functions in place of Burn's, where Burn's do not fit sharded training or are slow on the CPU. Records are
+//! those of Burn's.
+
+mod dropout;
+mod gelu;
+
+pub use dropout::Dropout;
+pub use gelu::gelu;

@@ -9,6 +9,7 @@ mod failure;
 mod numbers;
 mod optimizers;
 mod parity;
+mod recompute;
 mod recovery;
 mod shapes;
 mod trace;

@@ -24,13 +24,16 @@ pub struct GptShape {
     /// Sequences per rank and step.
     #[arg(long, default_value_t = 4)]
     pub batch: usize,
+    /// Keeps only the input of each block, and runs it again in backward.
+    #[arg(long)]
+    pub recompute: bool,
 }
 
 impl GptShape {
     /// Builds the model, lazily initialised.
     pub fn init(&self, device: &Device) -> Gpt {
-        let Self { vocabulary, width, layers, heads, sequence, .. } = *self;
-        GptConfig { layers, width, heads, sequence, vocabulary }.init(device)
+        let Self { vocabulary, width, layers, heads, sequence, recompute, .. } = *self;
+        GptConfig { layers, width, heads, sequence, vocabulary, recompute }.init(device)
     }
 
     /// Inputs and targets, each [batch, sequence], that depend on the step and the rank alone, and repeat every four

@@ -44,6 +44,9 @@ pub struct Args {
     /// Rows of the token table, at least the 256 that bytes need
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub vocabulary: usize,
+    /// Keep only the input of each block, and run it again in backward: more compute, less memory
+    #[arg(long)]
+    pub recompute: bool,
     /// Learning rate after warm-up; a cosine takes it down to a tenth
     #[arg(long, value_name = "RATE", default_value_t = 3e-3)]
     pub lr: f64,
@@ -100,8 +103,8 @@ impl Args {
     /// If a size is 0, the heads do not divide the width, or the vocabulary cannot hold all bytes.
     pub fn model(&self) -> Result<GptConfig, Failure> {
         self.check()?;
-        let Args { layers, width, heads, sequence, vocabulary, .. } = *self;
-        Ok(GptConfig { layers, width, heads, sequence, vocabulary })
+        let Args { layers, width, heads, sequence, vocabulary, recompute, .. } = *self;
+        Ok(GptConfig { layers, width, heads, sequence, vocabulary, recompute })
     }
 
     /// Where the picture goes.

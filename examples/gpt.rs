@@ -5,7 +5,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor, module::attention};
-use fsdp_burn::{Sharded, nn::gelu};
+use fsdp_burn::{Sharded, nn::gelu, recompute};
 use serde::{Deserialize, Serialize};
 
 /// Sizes of the model.
@@ -21,6 +21,8 @@ pub struct GptConfig {
     pub sequence: usize,
     /// Number of tokens. Bytes need 256.
     pub vocabulary: usize,
+    /// Whether blocks keep their input only, and run again in backward.
+    pub recompute: bool,
 }
 
 /// Pre-norm transformer with learned positions and a head of its own.
@@ -36,6 +38,7 @@ pub struct Gpt {
     // Backward starts with the head.
     #[shard(unit, keep)]
     head: Linear,
+    recompute: bool,
 }
 
 /// Attention, then a perceptron, each on the normalised input and added to it.
@@ -80,6 +83,7 @@ impl GptConfig {
                 .with_bias(false)
                 .with_initializer(initializer.clone())
                 .init(device),
+            recompute: self.recompute,
         }
     }
 }
@@ -91,7 +95,7 @@ impl Gpt {
         let positions = Tensor::arange(0..sequence as i64, &tokens.device()).reshape([1, sequence]);
         let mut x = self.tokens.forward(tokens) + self.positions.forward(positions);
         for block in &self.blocks {
-            x = block.forward(x);
+            x = if self.recompute { recompute(block, x, Block::forward) } else { block.forward(x) };
         }
         self.head.forward(self.norm.forward(x))
     }
@@ -144,5 +148,11 @@ pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let perceptron = 4 * vectors // output of `up`
         + vectors; // output of `down`
     let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
-    WORKSPACE_BYTES + 4 * (embedded + config.layers as u64 * (attention + perceptron) + logits + again)
+    let block = attention + perceptron;
+    let blocks = match config.recompute {
+        // Inputs of all, and one that runs again; its graph ends when all of its gradients are there.
+        true => config.layers as u64 * vectors + block + 12 * (config.width * config.width) as u64,
+        false => config.layers as u64 * block,
+    };
+    WORKSPACE_BYTES + 4 * (embedded + blocks + logits + again)
 }

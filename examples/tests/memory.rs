@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_burn::{Config, Error, OptimizerKind, Rank, Stage, launch};
-use fsdp_examples::{Gpt, GptConfig};
+use fsdp_examples::{Gpt, GptConfig, activation_bytes};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -14,7 +14,7 @@ static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 const BATCH: usize = 4;
 const STEPS: usize = 3;
-const MODEL: GptConfig = GptConfig { layers: 6, width: 256, heads: 4, sequence: 64, vocabulary: 256 };
+const MODEL: GptConfig = GptConfig { layers: 6, width: 256, heads: 4, sequence: 64, vocabulary: 256, recompute: false };
 
 /// One test, since the allocator counts for the whole process.
 #[test]
@@ -24,7 +24,7 @@ fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
         for world_size in [1, 2, 4] {
             let config = Config { stage, world_size, timeout_s: 60.0, ..Config::default() };
             let before = settled();
-            let outcomes = launch(&config, move |rank| sharded(&rank, plain)).unwrap();
+            let outcomes = launch(&config, move |rank| sharded(&rank, MODEL, plain)).unwrap();
             let measured = (outcomes[0].peak - before) as f64;
             let [least, most] =
                 [0, 1].map(|end| outcomes.iter().map(|outcome| outcome.predicted[end]).sum::<u64>() as f64);
@@ -35,9 +35,24 @@ fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
             );
             if stage == Stage::Parameters && world_size > 1 {
                 check_after_forward(&outcomes, plain, before);
+                check_recomputation(&config, plain);
             }
         }
     }
+}
+
+/// With recomputation, activations are the inputs of all blocks and one block: within 10%.
+fn check_recomputation(config: &Config, plain: Plain) {
+    let model = GptConfig { recompute: true, ..MODEL };
+    let before = settled();
+    let outcomes = launch(config, move |rank| sharded(&rank, model.clone(), plain)).unwrap();
+    let measured = (outcomes[0].peak - before) as f64;
+    let predicted = outcomes.iter().map(|outcome| outcome.recomputed).sum::<u64>() as f64;
+    println!("recomputed on {}: {predicted:.3e} bytes predicted, {measured:.3e} measured", config.world_size);
+    assert!(
+        measured > 0.9 * predicted && measured < 1.1 * predicted,
+        "{predicted} bytes predicted, {measured} measured"
+    );
 }
 
 /// At stage 3, what lives after forward, less activations, is the shards, the optimizer state and the kept units, and
@@ -101,6 +116,8 @@ fn plain() -> Plain {
 struct Outcome {
     /// Bytes of this rank's part of the process at the peak: the least and the most.
     predicted: [u64; 2],
+    /// The same with recomputation.
+    recomputed: u64,
     peak: usize,
     after_forward: usize,
     /// Parameters, optimizer state, and this rank's part of the kept units.
@@ -109,9 +126,9 @@ struct Outcome {
     gathered: u64,
 }
 
-fn sharded(rank: &Rank, plain: Plain) -> Result<Outcome, Error> {
+fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error> {
     let device = rank.device();
-    let mut model = rank.shard(MODEL.init(&device))?;
+    let mut model = rank.shard(model.init(&device))?;
     let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
     let (mut peak, mut after_forward) = (0, 0);
     for _ in 0..STEPS {
@@ -135,11 +152,14 @@ fn sharded(rank: &Rank, plain: Plain) -> Result<Outcome, Error> {
     let least = plain.after_forward + temporaries / rank.world_size() as u64;
     let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes)));
     let estimate = estimates[0];
+    let recomputed = activation_bytes(&GptConfig { recompute: true, ..MODEL }, BATCH);
+    let with_recomputation = model.memory_estimate(OptimizerKind::Adam, Some(recomputed));
     let plan = model.plan();
     let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
     let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;
     Ok(Outcome {
         predicted: estimates.map(|estimate| estimate.peak_bytes().unwrap_or_default()),
+        recomputed: with_recomputation.peak_bytes().unwrap_or_default(),
         peak,
         after_forward,
         resident: estimate.parameter_bytes + estimate.optimizer_bytes + kept_bytes,

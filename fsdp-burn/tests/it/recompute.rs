@@ -10,7 +10,7 @@ use fsdp_burn::nn::Dropout;
 use fsdp_burn::{Config, OpKind, PrefetchConfig, RandomState, Sharded, Stage, TrainingConfig, launch, recompute};
 
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
-use crate::common::run::{Optimizer, Tolerance, assert_parity, config, scalar, sharded, start, weights};
+use crate::common::run::{Optimizer, SEED, Tolerance, assert_parity, config, scalar, seeded, sharded, start, weights};
 use crate::parity::assert_all_stages;
 
 #[test]
@@ -119,6 +119,8 @@ impl Dropping {
 fn dropout_draws_the_same_numbers_again_and_goes_on_behind_them() {
     let run = |recomputed| {
         let config = Config { seed: Some(5), ..config(Stage::Parameters, 2) };
+        // The launcher seeds the device, which other tests share.
+        let _turn = seeded(&Device::flex(), SEED);
         launch(&config, move |rank| {
             let device = rank.device();
             let layers = (0..3).map(|_| LinearConfig::new(6, 6).init(&device)).collect();

@@ -19,8 +19,8 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_benches::{GptShape, load_average, median};
 use fsdp_burn::{
-    Config, Error, FusedAdamW, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Trace, TrainingConfig,
-    launch_with,
+    Config, Error, FusedAdamW, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Trace,
+    TrainingConfig, launch_with,
 };
 use fsdp_core::{Span, SpanKind, TraceStream};
 

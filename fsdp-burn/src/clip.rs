@@ -8,8 +8,8 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use multiversion::multiversion;
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, ShardLayout};
+use multiversion::multiversion;
 
 use crate::Error;
 use crate::engine::Engine;

@@ -69,13 +69,12 @@ impl FusedAdamW {
     /// If the configuration clips gradients: Burn does that outside of the optimizer of one tensor.
     pub fn new(config: &AdamWConfig) -> Result<Self, Error> {
         let misuse = |problem: String, remedy| Error::Misuse { problem, remedy };
-        let settings: Settings =
-            serde_json::to_value(config).and_then(serde_json::from_value).map_err(|error| {
-                misuse(
-                    format!("the configuration of AdamW cannot be read: {error}"),
-                    "use Burn in the version that this crate names",
-                )
-            })?;
+        let settings: Settings = serde_json::to_value(config).and_then(serde_json::from_value).map_err(|error| {
+            misuse(
+                format!("the configuration of AdamW cannot be read: {error}"),
+                "use Burn in the version that this crate names",
+            )
+        })?;
         match settings.grad_clipping {
             None => Ok(Self { op_by_op: config.build(), settings }),
             Some(_) => Err(misuse(
@@ -116,7 +115,8 @@ impl Optimizer for FusedAdamW {
         let [mut moment_1, mut moment_2] = [&mut momentum.moment_1, &mut momentum.moment_2]
             .map(|moment| std::mem::replace(moment, empty()).into_data());
         let update = Update::new(settings, lr, momentum.time);
-        let updated = update.apply(floats(&tensor), floats(&grad), floats_mut(&mut moment_1), floats_mut(&mut moment_2));
+        let updated =
+            update.apply(floats(&tensor), floats(&grad), floats_mut(&mut moment_1), floats_mut(&mut moment_2));
         momentum.moment_1 = Tensor::from_data(moment_1, &device);
         momentum.moment_2 = Tensor::from_data(moment_2, &device);
         (Tensor::from_data(TensorData::new(updated, shape), &device), Some(state))

@@ -1,10 +1,12 @@
 //! The chapter on your own model: attributes, the plan they make, the settings of a run, and what it will need.
 
 use burn::module::{Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Int, Tensor, activation::gelu};
-use fsdp_burn::{Config, Error, FieldRule, OptimizerKind, Rank, Sharded, StepOutcome, WrapPolicy, launch};
+use fsdp_burn::{
+    Config, Error, FieldRule, OptimizerKind, Rank, Sharded, StepOutcome, WrapPolicy, launch, nn::Embedding,
+};
 
 use crate::output::assert_shown;
 
@@ -21,7 +23,7 @@ struct Block {
 
 #[derive(Module, Debug, Sharded)]
 struct Classifier {
-    #[shard(unit, keep)] // Burn holds an embedding's table until backward anyway
+    #[shard(unit)] // of `fsdp_burn::nn`: Burn's own would hold the table until backward
     tokens: Embedding,
     #[shard(units, nested)] // each block is a unit, and so is the `down` of each
     blocks: Vec<Block>,
@@ -39,7 +41,7 @@ impl Classifier {
         let norm = || LayerNormConfig::new(WIDTH).init(device);
         let block = |_| Block { norm: norm(), up: linear(WIDTH, 4 * WIDTH), down: linear(4 * WIDTH, WIDTH) };
         Self {
-            tokens: EmbeddingConfig::new(1000, WIDTH).init(device),
+            tokens: EmbeddingConfig::new(1000, WIDTH).init(device).into(),
             blocks: (0..2).map(block).collect(),
             norm: norm(),
             gate: linear(WIDTH, 1),

@@ -7,6 +7,10 @@ use burn::tensor::{Device, Tensor};
 use fsdp_core::ParamSpec;
 
 use crate::Error;
+use crate::nn::HOLDS_INDICES_ONLY;
+
+/// What Burn calls its own embedding when it is visited, and every other type of that name.
+const EMBEDDING: &str = "Struct:Embedding";
 
 /// One float parameter, or something that Burn visits like one.
 #[derive(Clone, Debug)]
@@ -76,6 +80,8 @@ pub(crate) fn replaced<const D: usize>(
 #[derive(Default)]
 struct Surveyor {
     path: Vec<String>,
+    /// What was entered last is a field of an embedding.
+    in_embedding: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -88,6 +94,10 @@ impl ModuleVisitor for Surveyor {
                 _ => self.foreign = self.foreign.take().or(Some((self.path.join("."), name.to_owned()))),
             }
         }
+        self.in_embedding = container == EMBEDDING;
+        if let (true, HOLDS_INDICES_ONLY, Some(entry)) = (self.in_embedding, name, self.entries.last_mut()) {
+            entry.spec.held_by_op = false;
+        }
         self.path.push(name.to_owned());
     }
 
@@ -98,7 +108,7 @@ impl ModuleVisitor for Surveyor {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.lazy_shape().to_vec();
         let trainable = emptied(param.clone()).is_require_grad();
-        let spec = ParamSpec { path: self.path.clone(), shape, trainable };
+        let spec = ParamSpec { path: self.path.clone(), shape, trainable, held_by_op: self.in_embedding };
         self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false });
     }
 }

@@ -11,7 +11,7 @@ use crate::{UnitTraits, WrapPolicy};
 pub const ROOT_UNIT: &str = "root";
 
 /// One parameter of a model, as data.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ParamSpec {
     /// Path components from the model down, `["blocks", "3", "up", "weight"]`.
     pub path: Vec<String>,
@@ -19,6 +19,8 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// Receives gradients. A frozen parameter does not.
     pub trainable: bool,
+    /// The op that uses the parameter holds it from forward to backward, as Burn's embedding does with its table.
+    pub held_by_op: bool,
 }
 
 /// A parameter with its place.
@@ -81,7 +83,17 @@ pub enum PlanWarning {
         /// Its share of all parameters, 0 to 1.
         share: f64,
     },
+    /// A large table is gathered on use, and then held until backward by the op that uses it.
+    HeldTable {
+        /// The parameter.
+        path: String,
+        /// Its size, gathered, in float32.
+        bytes: u64,
+    },
 }
+
+/// A table that is held is worth a warning from this size on, in bytes.
+const LARGE_TABLE_BYTES: u64 = 1 << 20;
 
 impl fmt::Display for PlanWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -101,6 +113,12 @@ impl fmt::Display for PlanWarning {
                 "unit `{unit}` holds {:.0}% of all parameters, so gathering it needs most of the memory that sharding \
                  saves; mark its parts with #[shard(unit)] or #[shard(units)]",
                 share * 100.0
+            ),
+            PlanWarning::HeldTable { path, bytes } => write!(
+                f,
+                "`{path}` is the table of a Burn `Embedding`, which holds it from forward to backward: gathered, \
+                 {:.1} MiB in float32; use `fsdp_burn::nn::Embedding`, made from Burn's with `.into()`, which lets go of it",
+                *bytes as f64 / f64::from(1 << 20)
             ),
         }
     }
@@ -126,6 +144,7 @@ pub enum PlanError {
 ///     path: path.split('.').map(str::to_owned).collect(),
 ///     shape: shape.to_vec(),
 ///     trainable: true,
+///     ..ParamSpec::default()
 /// };
 /// let params = [param("blocks.0.weight", &[6, 4]), param("blocks.1.weight", &[6, 4]), param("norm.gamma", &[4])];
 /// let policy = WrapPolicy::new().field("blocks", FieldRule::units());
@@ -304,7 +323,12 @@ impl Plan {
         };
         let replicated = self.stage == Stage::Ddp || rules.iter().any(|(_, rule)| rule.replicate);
         self.units[unit].params.push(self.params.len());
-        self.params.push(PlannedParam { path, unit, trainable: param.trainable, layout, replicated });
+        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated };
+        let bytes = 4 * planned.layout.full_len() as u64;
+        if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
+            self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });
+        }
+        self.params.push(planned);
         Ok(())
     }
 
@@ -391,6 +415,7 @@ mod tests {
             path: path.split('.').map(str::to_owned).collect(),
             shape: shape.to_vec(),
             trainable: true,
+            ..ParamSpec::default()
         };
         list.iter().map(param).collect()
     }
@@ -443,6 +468,28 @@ mod tests {
         let plan = Plan::new(&policy, &list, &Mesh::one_dim(2), Stage::Parameters).unwrap();
         assert_eq!(plan.warnings(), [PlanWarning::LargeUnit { unit: "a".into(), share: 0.9 }]);
         assert!(plan.warnings()[0].to_string().contains("`a` holds 90%"));
+    }
+
+    #[test]
+    fn a_large_table_that_its_op_holds_warns_unless_it_stays_gathered_anyway() {
+        let table = |rows: usize| ParamSpec { held_by_op: true, ..params(&[("tokens.w", &[rows, 256])]).remove(0) };
+        let rest = params(&[("a.w", &[2000, 256]), ("b.w", &[2000, 256])]);
+        let warnings = |rule: FieldRule, rows: usize, stage| {
+            let policy = WrapPolicy::new().field("tokens", rule).field("a", FieldRule::unit());
+            let list = [&[table(rows)], &rest[..]].concat();
+            Plan::new(&policy, &list, &Mesh::one_dim(2), stage).unwrap().warnings().to_vec()
+        };
+        let held = warnings(FieldRule::unit(), 1024, Stage::Parameters);
+        assert_eq!(held, [PlanWarning::HeldTable { path: "tokens.w".into(), bytes: 1 << 20 }]);
+        assert!(held[0].to_string().contains("`tokens.w`") && held[0].to_string().contains("1.0 MiB"), "{}", held[0]);
+        for (rule, rows, stage) in [
+            (FieldRule::unit(), 1023, Stage::Parameters),
+            (FieldRule::unit().keep(), 1024, Stage::Parameters),
+            (FieldRule::unit().replicate(), 1024, Stage::Parameters),
+            (FieldRule::unit(), 1024, Stage::Gradients),
+        ] {
+            assert_eq!(warnings(rule, rows, stage), []);
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 mod common;
 mod control_flow;
+mod embedding;
 mod failure;
 mod numbers;
 mod optimizers;

@@ -34,7 +34,7 @@ struct Tied {
 
 impl Sharded for Tied {
     fn wrap_policy() -> WrapPolicy {
-        WrapPolicy::new().field("table", FieldRule::unit())
+        WrapPolicy::new().field("table", FieldRule::unit().replicate())
     }
 }
 
@@ -79,6 +79,7 @@ fn warning(policy: WrapPolicy, params: &[(&str, usize)]) -> String {
         shape: vec![len],
         trainable: true,
         held_by_op: true,
+        ..ParamSpec::default()
     };
     let specs: Vec<_> = params.iter().map(spec).collect();
     let plan = Plan::new(&policy, &specs, &Mesh::one_dim(2), Stage::Parameters).unwrap();
@@ -134,7 +135,7 @@ fn shards() -> String {
                 spec(FieldRule::unit().spec([None, Some("shard")]), &[10])
             }),
             ("A spec with an axis that no mesh has:", spec(FieldRule::unit().spec([Some("tensor")]), &[10, 4])),
-            ("Two fields with one parameter:", tied),
+            ("Two fields with one parameter that only one of them replicates:", tied),
             ("A setting that this version does not have:", offloaded),
             ("A model on a device without autodiff:", untracked),
         ],

@@ -12,5 +12,6 @@ mod optimizers;
 mod parity;
 mod recovery;
 mod shapes;
+mod tied;
 mod trace;
 mod traffic;

@@ -1,19 +1,22 @@
 //! Tied weights: one parameter in several fields trains as one parameter that is used several times.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::nn::Embedding;
-use fsdp_burn::{Config, FieldRule, PrefetchConfig, Sharded, Stage, TrainingConfig, WrapPolicy, launch};
+use fsdp_burn::{Accumulate, Config, FieldRule, PrefetchConfig, Sharded, Stage, TrainingConfig, WrapPolicy, launch};
 
 use crate::common::models::{Trial, classes, distance, rows};
 use crate::common::run::{
     BATCH, Optimizer, STEPS, Tolerance, assert_parity, config, plain_for, plain_model, plain_weights, sharded_for,
     start, weights,
 };
+use crate::shapes::watched;
 use crate::traffic::count;
 
 const VOCABULARY: usize = 11;
@@ -119,9 +122,14 @@ fn tolerance(optimizer: Optimizer) -> Tolerance {
 #[test]
 fn tied_weights_train_as_one_parameter_that_is_used_twice_and_every_stage_gives_the_same_bits() {
     for optimizer in Optimizer::ALL {
-        for gradient_clip_norm in [None, Some(0.1)] {
+        let default = TrainingConfig::default();
+        for training in [
+            TrainingConfig { gradient_clip_norm: Some(0.1), ..default.clone() },
+            TrainingConfig { gradient_accumulation: 2, accumulate: Accumulate::Local, ..default.clone() },
+            default,
+        ] {
             let with = |stage, world_size, depth| Config {
-                training: TrainingConfig { gradient_clip_norm, ..TrainingConfig::default() },
+                training: training.clone(),
                 prefetch: PrefetchConfig { forward: depth, backward: depth, max_bytes: None },
                 ..config(stage, world_size)
             };
@@ -129,7 +137,7 @@ fn tied_weights_train_as_one_parameter_that_is_used_twice_and_every_stage_gives_
             for world_size in [1, 2, 3] {
                 let run = |stage, depth| sharded_for::<Tied>(&with(stage, world_size, depth), optimizer, NUM_STEPS);
                 let ddp = run(Stage::Ddp, 1);
-                let what = format!("{optimizer:?} on {world_size}, clipped by {gradient_clip_norm:?}");
+                let what = format!("{optimizer:?} on {world_size}, {training:?}");
                 assert_parity(&what, &oracle, &ddp, tolerance(optimizer));
                 for (stage, depth) in [
                     (Stage::OptimizerState, 1),
@@ -179,6 +187,37 @@ fn the_gradient_of_a_tied_parameter_is_sent_once() {
                 assert_eq!(counted.sent_bytes, others * 2 * num_params, "{stage}");
             }
         }
+    }
+}
+
+#[test]
+fn burns_own_optimizer_steps_the_first_field_only() {
+    let device = Device::flex().autodiff();
+    let a = linear(&device);
+    let pair = Pair { b: a.clone(), a };
+    let x = rows(93, 0..2, 4, &device);
+    let gradients = pair.b.forward(pair.a.forward(x)).sum().backward();
+    let gradients = GradientsParams::from_grads(gradients, &pair);
+    let stepped = plain_weights(&Optimizer::Sgd.build().step(0.1, pair.clone(), gradients));
+    let before = plain_weights(&pair);
+    assert_ne!(stepped[0], before[0]);
+    assert_eq!(stepped[1], before[1]);
+}
+
+#[test]
+fn a_tied_parameter_is_initialised_once_and_on_rank_0_only() {
+    for stage in Stage::ALL {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let seen = log.clone();
+        launch(&config(stage, 3), move |rank| {
+            let weight = watched(rank.rank(), &rank.device(), &seen);
+            let a = Linear { weight, ..linear(&rank.device()) };
+            let model = rank.shard(Pair { b: a.clone(), a })?;
+            assert_eq!([&model.a, &model.b].map(|layer| layer.weight.val().dims()), [[4, 6]; 2]);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(*log.lock().unwrap(), [0], "{stage}");
     }
 }
 

@@ -8,7 +8,7 @@ use fsdp_burn::nn::Embedding;
 use fsdp_burn::{Error, OpKind, PlanWarning, Sharded, Stage, launch};
 
 use crate::common::models::rows;
-use crate::common::run::{config, plain_weights, seeded};
+use crate::common::run::{SEED, config, plain_weights, seeded};
 
 const ROWS: usize = 11;
 const WIDTH: usize = 6;
@@ -28,6 +28,7 @@ fn look_up(table: Tensor<2>, rows: &Tensor<3>) -> [Vec<f32>; 2] {
 #[test]
 fn rows_and_gradients_have_the_bits_of_burns_embedding_with_and_without_checkpointing() {
     let plain = Device::flex().autodiff();
+    let _turn = seeded(&plain, SEED);
     for device in [plain.clone(), plain.gradient_checkpointing()] {
         let burn = EmbeddingConfig::new(ROWS, WIDTH).init(&device);
         let ours = Embedding::from(burn.clone());
@@ -43,6 +44,7 @@ fn rows_and_gradients_have_the_bits_of_burns_embedding_with_and_without_checkpoi
 #[test]
 fn records_of_burns_embedding_and_of_this_one_load_into_the_other() {
     let device = Device::flex();
+    let _turn = seeded(&device, SEED);
     let [burn, other] = [(), ()].map(|()| EmbeddingConfig::new(ROWS, WIDTH).init(&device));
     let ours = Embedding::from(other.clone());
     assert_ne!(plain_weights(&burn), plain_weights(&ours));
@@ -72,7 +74,9 @@ fn lookup(device: &Device) -> Lookup {
 fn backward_gathers_no_table_again() {
     let gathers = launch(&config(Stage::Parameters, 2), |rank| {
         let device = rank.device();
+        let turn = rank.is_main().then(|| seeded(&device, SEED));
         let mut model = rank.shard(lookup(&device))?;
+        drop(turn);
         let mut optimizer = rank.optimizer(SgdConfig::new().init())?;
         // The first step learns which unit is the last of forward.
         for _ in 0..3 {
@@ -103,7 +107,7 @@ struct Tables {
 fn a_large_table_of_burns_embedding_is_warned_of_and_one_of_this_is_not() {
     launch(&config(Stage::Parameters, 2), |rank| {
         let device = rank.device();
-        let _turn = rank.is_main().then(|| seeded(&device, 1));
+        let _turn = rank.is_main().then(|| seeded(&device, SEED));
         let table = || EmbeddingConfig::new(512, 512).init(&device);
         let model = Tables { burn: table(), ours: table().into(), output: LinearConfig::new(512, 2).init(&device) };
         let expected = [PlanWarning::HeldTable { path: "burn.weight".into(), bytes: 1 << 20 }];

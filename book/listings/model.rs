@@ -5,7 +5,7 @@ use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear,
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Int, Tensor, activation::gelu};
 use fsdp_burn::{
-    Config, Error, FieldRule, OptimizerKind, Rank, Sharded, StepOutcome, WrapPolicy, launch, nn::Embedding,
+    Config, Error, FieldRule, OptimizerKind, Rank, Sharded, Stage, StepOutcome, WrapPolicy, launch, nn::Embedding,
 };
 
 use crate::output::assert_shown;
@@ -60,6 +60,30 @@ impl Classifier {
     }
 }
 
+// ANCHOR: tied
+#[derive(Module, Debug, Sharded)]
+struct LanguageModel {
+    #[shard(unit)]
+    tokens: Embedding,
+    #[shard(units)]
+    blocks: Vec<Linear>,
+    head: Embedding, // a clone of `tokens`, so in its unit
+}
+
+impl LanguageModel {
+    fn init(device: &Device) -> Self {
+        let tokens = Embedding::from(EmbeddingConfig::new(1000, WIDTH).init(device));
+        let blocks = (0..2).map(|_| LinearConfig::new(WIDTH, WIDTH).init(device)).collect();
+        Self { head: tokens.clone(), tokens, blocks }
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let x = self.blocks.iter().fold(self.tokens.forward(tokens), |x, block| gelu(block.forward(x)));
+        x.matmul(self.head.weight.val().transpose().unsqueeze())
+    }
+}
+// ANCHOR_END: tied
+
 // ANCHOR: policy
 /// What the derive writes for `Mlp` of the first chapter.
 fn policy_by_hand() -> WrapPolicy {
@@ -99,6 +123,18 @@ fn the_unit_table_and_the_estimate_of_the_model_are_current() {
             assert_shown("listings/output/model.txt", &shown);
         }
     }
+}
+
+#[test]
+fn the_plan_of_tied_weights_is_current() {
+    let config = Config { stage: Stage::Parameters, world_size: 4, ..Config::default() };
+    let summaries = launch(&config, |rank| {
+        let model = rank.shard(LanguageModel::init(&rank.device()))?;
+        let logits = model.forward(Tensor::<2, Int>::zeros([2, 16], &rank.device()));
+        assert_eq!(logits.dims(), [2, 16, 1000]);
+        Ok(model.summary())
+    });
+    assert_shown("listings/output/tied.txt", &summaries.unwrap()[0]);
 }
 
 #[test]

@@ -184,7 +184,7 @@ impl<M: Module> ShardedModel<M> {
         plan.params().iter().map(|param| plan.local_len(param, self.engine.shard_index())).sum()
     }
 
-    /// Logical shape of a parameter, by its path (`blocks.0.up.weight`).
+    /// Logical shape of a parameter, by its path (`blocks.0.up.weight`); any of its paths, if it is tied.
     pub fn shape(&self, path: &str) -> Option<&[usize]> {
         let has_path = |param: &&PlannedParam| param.path == path || param.also.iter().any(|also| also == path);
         self.plan().params().iter().find(has_path).map(|param| param.layout.shape())

@@ -1,7 +1,7 @@
 //! The norm of all gradients over all ranks, and what clipping makes of it.
 //!
 //! [Note: One norm for every stage]
-//! Each parameter is cut into the blocks of its layout even where every rank holds all of it, the squares of each block
+//! Each parameter is cut into the blocks of its layout even where every rank holds all of it, the powers of each block
 //! are added up in double precision, and the blocks' sums are added in the order of parameters and ranks. So the norm,
 //! and every clipped gradient after it, has the same bits at every stage.
 
@@ -15,27 +15,67 @@ use crate::Error;
 use crate::engine::Engine;
 use crate::host::cut;
 
-/// The L2 norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
-pub(crate) fn global_norm(engine: &Engine, step: u64) -> Result<f64, Error> {
+/// Which norm: of the order p, (Σ|g|^p)^(1/p).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Norm {
+    /// The root of the sum of squares.
+    Two,
+    /// The largest magnitude.
+    Infinity,
+    /// Any other order of at least 1.
+    Order(f64),
+}
+
+impl Norm {
+    /// The norm of this order; infinity for the largest magnitude.
+    pub(crate) fn of_order(order: f64) -> Self {
+        match order {
+            2.0 => Norm::Two,
+            f64::INFINITY => Norm::Infinity,
+            order => Norm::Order(order),
+        }
+    }
+
+    /// What one block contributes: the sum of its powers, or its largest magnitude. NaN if any element is.
+    fn of_block(self, bytes: &[u8], dtype: Dtype) -> f64 {
+        match self {
+            Norm::Two => sum_of_squares(bytes, dtype),
+            Norm::Infinity => fold(bytes, dtype, |largest, value| larger(largest, value.abs())),
+            Norm::Order(order) => fold(bytes, dtype, |sum, value| sum + value.abs().powf(order)),
+        }
+    }
+
+    /// The norm of all blocks, from what each contributes.
+    fn of_all(self, blocks: impl Iterator<Item = f64>) -> f64 {
+        match self {
+            Norm::Two => blocks.sum::<f64>().sqrt(),
+            Norm::Infinity => blocks.fold(0.0, larger),
+            Norm::Order(order) => blocks.sum::<f64>().powf(order.recip()),
+        }
+    }
+}
+
+/// The norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
+pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64, Error> {
     let plan = engine.plan();
     let num_shards = engine.links().control_shard.world_size();
     // By parameter and block; each rank fills in the blocks it holds.
-    let mut squares: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+    let mut parts: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
     engine.each_reduced(|param, gradient| {
         let spec = &plan.params()[param];
         let dtype = engine.dtype(param);
-        let blocks = squares.entry(param).or_insert_with(|| vec![0.0; num_shards]);
+        let blocks = parts.entry(param).or_insert_with(|| vec![0.0; num_shards]);
         if spec.is_split() {
-            blocks[engine.shard_index()] = sum_of_squares(gradient, dtype);
+            blocks[engine.shard_index()] = norm.of_block(gradient, dtype);
         } else {
-            for (rank, sum) in blocks.iter_mut().enumerate() {
-                *sum = sum_of_squares(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
+            for (rank, part) in blocks.iter_mut().enumerate() {
+                *part = norm.of_block(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
             }
         }
     });
-    let split: Vec<usize> = squares.keys().copied().filter(|&param| plan.params()[param].is_split()).collect();
+    let split: Vec<usize> = parts.keys().copied().filter(|&param| plan.params()[param].is_split()).collect();
     if !split.is_empty() {
-        let mine: Vec<u8> = split.iter().flat_map(|param| squares[param][engine.shard_index()].to_ne_bytes()).collect();
+        let mine: Vec<u8> = split.iter().flat_map(|param| parts[param][engine.shard_index()].to_ne_bytes()).collect();
         let part = GatherPart {
             shard: Bytes::from(mine),
             layout: ShardLayout::new(&[num_shards, split.len()], 0, num_shards),
@@ -43,20 +83,35 @@ pub(crate) fn global_norm(engine: &Engine, step: u64) -> Result<f64, Error> {
         };
         let tag = OpTag::new(step, Phase::Optimizer, "gradient norm");
         let all = engine.links().control_shard.all_gather(&tag, &[part])?;
-        let sums = all.iter().flat_map(|bytes| bytes.as_chunks::<8>().0).map(|chunk| f64::from_ne_bytes(*chunk));
-        for (position, sum) in sums.enumerate() {
+        let gathered = all.iter().flat_map(|bytes| bytes.as_chunks::<8>().0).map(|chunk| f64::from_ne_bytes(*chunk));
+        for (position, part) in gathered.enumerate() {
             let (rank, index) = (position / split.len(), position % split.len());
-            if let Some(blocks) = squares.get_mut(&split[index]) {
-                blocks[rank] = sum;
+            if let Some(blocks) = parts.get_mut(&split[index]) {
+                blocks[rank] = part;
             }
         }
     }
-    Ok(squares.values().flatten().sum::<f64>().sqrt())
+    Ok(norm.of_all(parts.into_values().flatten()))
 }
 
 /// What gradients are multiplied with so that their norm is at most `max_norm`.
 pub(crate) fn coefficient(norm: f64, max_norm: f64) -> f64 {
     if norm > max_norm { max_norm / norm } else { 1.0 }
+}
+
+/// The larger of two; NaN if one is, which `f64::max` would drop.
+fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
+fn fold(bytes: &[u8], dtype: Dtype, step: impl Fn(f64, f64) -> f64) -> f64 {
+    match dtype {
+        Dtype::F32 => {
+            let values = bytes.as_chunks().0.iter().map(|chunk| f64::from(f32::from_ne_bytes(*chunk)));
+            values.fold(0.0, step)
+        }
+        Dtype::F64 => bytes.as_chunks().0.iter().map(|chunk| f64::from_ne_bytes(*chunk)).fold(0.0, step),
+    }
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
@@ -91,6 +146,26 @@ mod tests {
         let bytes: Vec<u8> = [1.0_f32, 2.0, 3.0, 4.0, 5.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
         assert_eq!(sum_of_squares(&bytes, Dtype::F32), 55.0);
         assert_eq!(sum_of_squares(&[], Dtype::F64), 0.0);
+    }
+
+    #[test]
+    fn each_order_is_its_own_norm_and_none_loses_a_nan() {
+        let bytes = |values: &[f64]| values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<u8>>();
+        let norm = |order: f64, blocks: &[&[f64]]| {
+            let norm = Norm::of_order(order);
+            norm.of_all(blocks.iter().map(|block| norm.of_block(&bytes(block), Dtype::F64)))
+        };
+        let blocks: [&[f64]; 3] = [&[3.0, -4.0], &[], &[0.0, -12.0]];
+        assert_eq!(norm(2.0, &blocks), 13.0);
+        assert_eq!(norm(1.0, &blocks), 19.0);
+        assert_eq!(norm(f64::INFINITY, &blocks), 12.0);
+        assert!((norm(3.0, &blocks) - (27.0_f64 + 64.0 + 1728.0).cbrt()).abs() < 1e-12);
+        for order in [1.0, 2.0, 3.0, f64::INFINITY] {
+            for blocks in [[&[f64::NAN, 1.0], &[2.0_f64][..]], [&[1.0, 2.0], &[f64::NAN][..]]] {
+                assert!(norm(order, &blocks).is_nan(), "{order}");
+            }
+            assert_eq!(norm(order, &[&[f64::INFINITY], &[1.0]]), f64::INFINITY, "{order}");
+        }
     }
 
     #[test]

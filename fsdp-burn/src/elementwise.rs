@@ -82,7 +82,13 @@ impl Trial<'_> {
                 };
                 // Large and uneven, so that a norm of the whole differs from one of a block, and clipping bites.
                 let gradient = self.cut(entry, ramp(entry, 10.0 + step as f32));
-                let tensor = |bytes: Bytes| BlockTensor { bytes, shape: &shape, dtype: Dtype::F32, factor: 1.0 };
+                let tensor = |bytes: Bytes| BlockTensor {
+                    bytes,
+                    shape: &shape,
+                    dtype: Dtype::F32,
+                    factor: 1.0,
+                    clip_value: None,
+                };
                 let param = Ranked::new(entry.id, tensor(value.clone()));
                 module.blocks.push(Block { path: entry.spec.path.clone(), param });
                 Ranked::new(entry.id, tensor(gradient)).register(&mut gradients);

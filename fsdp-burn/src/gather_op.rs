@@ -36,6 +36,7 @@ use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use crate::engine::Engine;
+use crate::recompute::Pass;
 
 /// Levels of the backward graph between two rungs. More than the ops of a unit in sequence (a transformer block has
 /// about 50), or its gradients would be reduced later than they could; each level costs backward an empty list.
@@ -99,8 +100,17 @@ impl ShardOps for Flex {
 
 impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
+        let pass = Pass::current();
         // Gathering comes first: it is what tells the engine that forward has entered the unit.
-        let full = B::gather(stored.primitive().clone(), site.with(Use::Forward));
+        let usage = if pass == Pass::Again { Use::Backward } else { Use::Forward };
+        let full = B::gather(stored.primitive().clone(), site.with(usage));
+        // See [Note: A graph of its own].
+        if stored.is_tracked() && pass != Pass::Again {
+            site.engine.expect_gradient(site.param);
+        }
+        if pass == Pass::Dropped {
+            return Tracked::<B>::new(full);
+        }
         let rung = site.engine.with_ladder(|ladder: &mut Ladder<B>, index| {
             ladder.rung(index, || B::float_empty(Shape::from(vec![0]), &stored.device(), FloatDType::F32))
         });
@@ -112,10 +122,7 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
             op.memory_bound().retro_forward(again).parents([&stored])
         };
         match op.stateful() {
-            OpsKind::Tracked(op) => {
-                site.engine.expect_gradient(site.param);
-                op.finish(site, full)
-            }
+            OpsKind::Tracked(op) => op.finish(site, full),
             OpsKind::UnTracked(op) => op.finish(full),
         }
     }

@@ -6,10 +6,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use burn::tensor::Device;
 use fsdp_core::{AbortCause, Communicator, Config, FaultPlan, Faulty, Link, LocalWorld, Trace};
 
 use crate::engine::EngineFailed;
-use crate::{Error, Rank};
+use crate::random::random_seed;
+use crate::{Error, RandomState, Rank};
 
 /// Runs `program` on every rank, each a thread of this process with its own share of the cores, and returns their
 /// results in rank order.
@@ -57,6 +59,10 @@ where
     config.validate()?;
     let timeout = config.timeout();
     let world = LocalWorld::connect(config.world_size, timeout);
+    if let Some(seed) = config.seed {
+        Device::flex().seed(seed as u64);
+    }
+    let seed = config.seed.map_or_else(random_seed, |seed| seed as u64);
     let config = Arc::new(config.clone());
     let program = Arc::new(program);
     let num_cores = thread::available_parallelism().map_or(1, usize::from);
@@ -76,7 +82,11 @@ where
         let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let num_threads = config.compute_threads(num_cores);
         let run = move || {
-            let result = run_rank(number, num_threads, || program(rank));
+            let random = RandomState::new(seed, number as u64);
+            let result = run_rank(number, num_threads, || {
+                random.install();
+                program(rank)
+            });
             let cause = result.as_ref().err().map(|error| cause_of(number, error));
             // First the result, so that this failure arrives before those that follow from it. The launcher may have
             // given up on this rank.

@@ -64,7 +64,9 @@ mod links;
 mod model;
 pub mod nn;
 mod optim;
+mod random;
 mod rank;
+mod recompute;
 mod shard_module;
 mod sharded;
 mod survey;
@@ -75,7 +77,9 @@ pub use fused_adamw::FusedAdamW;
 pub use launch::{LaunchOptions, launch, launch_with};
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};
+pub use random::RandomState;
 pub use rank::Rank;
+pub use recompute::recompute;
 pub use sharded::Sharded;
 
 pub use fsdp_core::{

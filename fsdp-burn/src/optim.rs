@@ -12,10 +12,11 @@ use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use fsdp_core::{Action, Axis, Config, NonFinite};
 
+use crate::clip::{self, Norm};
 use crate::engine::Engine;
 use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
 use crate::survey::Entry;
-use crate::{Error, ShardedGradients, ShardedModel, clip, elementwise};
+use crate::{Error, ShardedGradients, ShardedModel, elementwise};
 
 /// What a call of [`ShardedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,6 +42,8 @@ pub struct ShardedOptimizer {
     inner: ModuleOptimizer,
     name: &'static str,
     clip_norm: Option<f64>,
+    norm: Norm,
+    clip_value: Option<f64>,
     non_finite: NonFinite,
     /// The models that the optimizer was tried out for, by the address of their engine.
     checked: Vec<usize>,
@@ -57,6 +60,8 @@ impl ShardedOptimizer {
             inner,
             name: elementwise::short_type_name::<O>(),
             clip_norm: config.training.gradient_clip_norm,
+            norm: Norm::of_order(config.training.gradient_norm_order),
+            clip_value: config.training.gradient_clip_value,
             non_finite: config.training.non_finite,
             checked: Vec::new(),
         })
@@ -121,7 +126,7 @@ impl ShardedOptimizer {
         let mut gradient_norm = None;
         if self.clip_norm.is_some() || self.non_finite != NonFinite::Propagate {
             engine.finish_reduces()?;
-            let norm = clip::global_norm(&engine, step)? * factor;
+            let norm = clip::global_norm(&engine, step, self.norm)? * factor;
             gradient_norm = Some(norm);
             match self.non_finite {
                 _ if norm.is_finite() => factor *= self.clip_norm.map_or(1.0, |most| clip::coefficient(norm, most)),
@@ -169,8 +174,9 @@ impl ShardedOptimizer {
         for &param in params {
             let Some(gradient) = engine.take_reduced(param) else { continue };
             let (entry, shape, dtype) = (&entries[param], engine.block_shape(param), engine.dtype(param));
-            let block = BlockTensor { bytes: engine.block(param), shape: &shape, dtype, factor: 1.0 };
-            let gradient = BlockTensor { bytes: gradient, shape: &shape, dtype, factor };
+            let tensor = |bytes| BlockTensor { bytes, shape: &shape, dtype, factor: 1.0, clip_value: None };
+            let block = tensor(engine.block(param));
+            let gradient = BlockTensor { factor, clip_value: self.clip_value, ..tensor(gradient) };
             module.blocks.push(Block { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });
             Ranked::new(entry.id, gradient).register(&mut gradients);
             stepped.push(param);

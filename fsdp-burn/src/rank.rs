@@ -124,6 +124,95 @@ impl Rank {
         self.reduce("sum of a value", value, Reduce::SUM)
     }
 
+    /// Whether `flag` is set on any rank, the same on each. *Collective.*
+    ///
+    /// What all ranks must do together, such as saving, stopping early or skipping, is decided by this and not by a value
+    /// of one rank.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn any(&self, flag: bool) -> Result<bool, Error> {
+        Ok(self.reduce("whether any rank says so", f64::from(u8::from(flag)), Reduce::SUM)? > 0.0)
+    }
+
+    /// Whether `flag` is set on all ranks, the same on each. *Collective.*
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn all(&self, flag: bool) -> Result<bool, Error> {
+        Ok(!self.any(!flag)?)
+    }
+
+    /// This rank's own items, as long as every rank has one: all ranks leave the loop after the same number of rounds,
+    /// and what longer ones have left over is not used. *Collective* in each round.
+    ///
+    /// [`Rank::batches`] deals out one sequence; this is for ranks with sequences of their own, of lengths that need not
+    /// agree. Cost: one message of 8 bytes per round.
+    ///
+    /// # Errors
+    /// An item is an error if a collective fails.
+    ///
+    /// ```
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// let config = Config { world_size: 2, ..Config::default() };
+    /// let lengths = launch(&config, |rank| {
+    ///     let items = 0..3 + rank.rank(); // three on one rank, four on the other
+    ///     rank.while_all(items).collect::<Result<Vec<_>, _>>()
+    /// })?;
+    /// assert_eq!(lengths, [[0, 1, 2], [0, 1, 2]]);
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn while_all<I: IntoIterator>(&self, items: I) -> impl Iterator<Item = Result<I::Item, Error>> {
+        let mut items = items.into_iter();
+        let mut ended = false;
+        std::iter::from_fn(move || {
+            let item = if ended { None } else { items.next() };
+            let go_on = if ended { Ok(false) } else { self.all(item.is_some()) };
+            ended = !matches!(go_on, Ok(true));
+            match go_on {
+                Ok(true) => item.map(Ok),
+                Ok(false) => None,
+                Err(error) => Some(Err(error)),
+            }
+        })
+    }
+
+    /// This rank's own items, as long as any rank has one; a rank whose items have ended gets `None`, and goes on to take
+    /// part in every collective: with any batch and a weight of 0 in
+    /// [`ShardedModel::backward_weighted`](crate::ShardedModel::backward_weighted). So no item is left out. *Collective*
+    /// in each round.
+    ///
+    /// Cost: one message of 8 bytes per round.
+    ///
+    /// # Errors
+    /// An item is an error if a collective fails.
+    ///
+    /// ```
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// let config = Config { world_size: 2, ..Config::default() };
+    /// let seen = launch(&config, |rank| {
+    ///     rank.while_any(0..1 + rank.rank()).collect::<Result<Vec<_>, _>>()
+    /// })?;
+    /// assert_eq!(seen, [[Some(0), None], [Some(0), Some(1)]]);
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn while_any<I: IntoIterator>(&self, items: I) -> impl Iterator<Item = Result<Option<I::Item>, Error>> {
+        let mut items = items.into_iter().fuse();
+        let mut ended = false;
+        std::iter::from_fn(move || {
+            let item = if ended { None } else { items.next() };
+            let go_on = if ended { Ok(false) } else { self.any(item.is_some()) };
+            ended = !matches!(go_on, Ok(true));
+            match go_on {
+                Ok(true) => Some(Ok(item)),
+                Ok(false) => None,
+                Err(error) => Some(Err(error)),
+            }
+        })
+    }
+
     /// Every rank's bytes, in rank order, on all ranks. The lengths may differ. *Collective.*
     ///
     /// # Errors

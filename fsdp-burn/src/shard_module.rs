@@ -58,6 +58,8 @@ pub(crate) struct BlockTensor<'a> {
     pub(crate) dtype: Dtype,
     /// Multiplies every element.
     pub(crate) factor: f64,
+    /// Cuts off every element's magnitude here, after the multiplication.
+    pub(crate) clip_value: Option<f64>,
 }
 
 impl BlockTensor<'_> {
@@ -65,6 +67,7 @@ impl BlockTensor<'_> {
         let tensor = host::tensor(self.bytes, self.shape, self.dtype, &Device::flex());
         // Multiplying by 1 changes nothing but the time it takes.
         let tensor = if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) };
+        let tensor = self.clip_value.map_or(tensor.clone(), |most| tensor.clamp(-most, most));
         // Burn's optimizer takes parameters with autodiff, and steps them without.
         Tensor::from_inner(tensor)
     }

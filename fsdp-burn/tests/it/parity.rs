@@ -65,6 +65,40 @@ fn clipping_uses_one_global_norm_at_every_stage_and_world_size() {
 }
 
 #[test]
+fn clipping_by_a_norm_of_any_order_is_the_same_at_every_stage_and_world_size() {
+    for (gradient_norm_order, most) in [(1.0, 0.5), (3.0, 0.05), (f64::INFINITY, 0.01)] {
+        let training =
+            TrainingConfig { gradient_clip_norm: Some(most), gradient_norm_order, ..TrainingConfig::default() };
+        assert_all_stages::<Mlp>(&training, Optimizer::Sgd, &[1, 2, 3]);
+        let norms = sharded::<Mlp>(&Config { training, ..config(Stage::Parameters, 3) }, Optimizer::Sgd).norms;
+        assert!(norms.iter().all(|&norm| norm > most), "clipping bites: {norms:?}");
+    }
+}
+
+#[test]
+fn clipping_by_value_cuts_off_the_mean_over_ranks_and_micro_batches() {
+    for gradient_accumulation in [1, 3] {
+        // Bites: gradients of the trials are of order 0.1.
+        let training =
+            TrainingConfig { gradient_clip_value: Some(0.005), gradient_accumulation, ..TrainingConfig::default() };
+        assert_all_stages::<Mlp>(&training, Optimizer::Sgd, &[1, 2, 3]);
+    }
+}
+
+#[test]
+fn adamw_in_one_pass_gives_the_bits_of_burns_at_every_stage() {
+    let training = TrainingConfig { gradient_clip_norm: Some(0.1), ..TrainingConfig::default() };
+    for stage in Stage::ALL {
+        for world_size in [1, 3] {
+            let config = Config { training: training.clone(), ..config(stage, world_size) };
+            let [burns, fused] =
+                [Optimizer::AdamW, Optimizer::Fused].map(|optimizer| sharded::<Gpt>(&config, optimizer));
+            assert_parity(&format!("{stage} on {world_size}"), &burns, &fused, Tolerance::EXACT);
+        }
+    }
+}
+
+#[test]
 fn micro_batches_train_as_one_batch_at_every_stage_in_both_modes() {
     for &accumulate in Accumulate::ALL {
         for gradient_accumulation in [1, 2, 5] {

@@ -142,6 +142,16 @@ pub enum ConfigError {
         /// All names.
         allowed: &'static [&'static str],
     },
+    /// Two keys that do not go together.
+    #[error("{at}: `{}` and `{}` are both set, but {why}; leave one of them out", keys[0], keys[1])]
+    Conflict {
+        /// Where.
+        at: Location,
+        /// The full paths of the keys.
+        keys: [&'static str; 2],
+        /// Why they exclude each other.
+        why: &'static str,
+    },
     /// Sizes that make no mesh.
     #[error("{at}: {source}")]
     InvalidMesh {

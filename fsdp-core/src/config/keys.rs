@@ -23,12 +23,14 @@ pub struct ConfigKey {
 pub(super) enum Kind {
     /// An integer from `min`, to `max` where there is one.
     Integer { min: usize, max: Option<usize>, get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
-    /// A positive integer, or nothing.
-    OptionalInteger { get: fn(&Config) -> Option<usize>, set: fn(&mut Config, Option<usize>) },
+    /// An integer from `min`, or nothing.
+    OptionalInteger { min: usize, get: fn(&Config) -> Option<usize>, set: fn(&mut Config, Option<usize>) },
     /// A number from `min` to `max`, of `unit`.
     Number { min: f64, max: f64, unit: &'static str, get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// A positive finite number, or nothing.
     OptionalPositive { get: fn(&Config) -> Option<f64>, set: fn(&mut Config, Option<f64>) },
+    /// The order of a norm: a number of at least 1, or the text "inf".
+    NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
     Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
     /// A table of axes, or nothing.
@@ -47,8 +49,9 @@ impl ConfigKey {
             Kind::Integer { min, max: Some(max), .. } => format!("an integer from {min} to {max}"),
             Kind::Integer { min, max: None, .. } => format!("an integer of at least {min}"),
             Kind::Number { min, max, unit, .. } => format!("a number from {min} to {max:e} {unit}"),
-            Kind::OptionalInteger { .. } => "an integer of at least 1; leave the key out for none".to_owned(),
+            Kind::OptionalInteger { min, .. } => format!("an integer of at least {min}; leave the key out for none"),
             Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
+            Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
             Kind::OptionalMesh { .. } => "a table of axes, such as { replicate = 2, shard = 4 }".to_owned(),
         }
@@ -130,6 +133,14 @@ static KEYS: &[ConfigKey] = &[
         },
     },
     ConfigKey {
+        table: "",
+        name: "seed",
+        meaning: "Seed of the initial weights, which are rank 0's whatever the world size, and of each rank's own stream \
+                  of random numbers, from which `fsdp_burn::nn::Dropout` draws. Not set: another one in every run.",
+        cost: "None.",
+        kind: Kind::OptionalInteger { min: 0, get: |config| config.seed, set: |config, seed| config.seed = seed },
+    },
+    ConfigKey {
         table: "prefetch",
         name: "forward",
         meaning: "Units gathered ahead of the one that computes, in forward (stage 3).",
@@ -160,6 +171,7 @@ static KEYS: &[ConfigKey] = &[
                   the unit in use is always gathered. Not set: no limit.",
         cost: "Time: a unit that is not gathered ahead is waited for.",
         kind: Kind::OptionalInteger {
+            min: 1,
             get: |config| config.prefetch.max_bytes,
             set: |config, bytes| config.prefetch.max_bytes = bytes,
         },
@@ -201,11 +213,33 @@ static KEYS: &[ConfigKey] = &[
     ConfigKey {
         table: "training",
         name: "gradient_clip_norm",
-        meaning: "Largest L2 norm of all gradients over all ranks; beyond it they are scaled down. Not set: no clipping.",
+        meaning: "Largest norm of all gradients over all ranks; beyond it they are scaled down. Not set: no clipping.",
         cost: "The global norm: one look at the gradients of each rank, and one all-gather of a number per parameter.",
         kind: Kind::OptionalPositive {
             get: |config| config.training.gradient_clip_norm,
             set: |config, norm| config.training.gradient_clip_norm = norm,
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "gradient_norm_order",
+        meaning: "The order of the gradients' norm, for clipping and for what is logged: 2 is the root of the sum of \
+                  squares, \"inf\" the largest magnitude.",
+        cost: "Orders other than 1, 2 and \"inf\" compute a power of every gradient.",
+        kind: Kind::NormOrder {
+            get: |config| config.training.gradient_norm_order,
+            set: |config, order| config.training.gradient_norm_order = order,
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "gradient_clip_value",
+        meaning: "Largest magnitude of each element of the gradients; what is beyond it is cut off. Not together with \
+                  `gradient_clip_norm`. Not set: no clipping.",
+        cost: "One more pass over the gradients of each rank.",
+        kind: Kind::OptionalPositive {
+            get: |config| config.training.gradient_clip_value,
+            set: |config, value| config.training.gradient_clip_value = value,
         },
     },
     ConfigKey {
@@ -244,6 +278,9 @@ mod tests {
             assert!(!key.allowed().is_empty());
         }
         let optional: Vec<_> = KEYS.iter().filter(|key| key.default_value().is_none()).map(ConfigKey::path).collect();
-        assert_eq!(optional, ["mesh", "prefetch.max_bytes", "training.gradient_clip_norm"]);
+        assert_eq!(
+            optional,
+            ["mesh", "seed", "prefetch.max_bytes", "training.gradient_clip_norm", "training.gradient_clip_value"]
+        );
     }
 }

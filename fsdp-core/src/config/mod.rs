@@ -52,6 +52,8 @@ pub struct Config {
     pub timeout_s: f64,
     /// Compute threads of each rank; 0 shares the cores evenly. Default: 0. See [`Config::compute_threads`].
     pub threads_per_rank: usize,
+    /// Seed of the initial weights and of each rank's random numbers. Default: `None`, another one in every run.
+    pub seed: Option<usize>,
     /// Gathers ahead of use.
     pub prefetch: PrefetchConfig,
     /// What happens to gradients.
@@ -79,8 +81,12 @@ pub struct TrainingConfig {
     pub accumulate: Accumulate,
     /// Mean or sum over the ranks. Default: [`GradientReduction::Mean`].
     pub gradient_reduction: GradientReduction,
-    /// Largest global L2 norm of the gradients, over all parameters of all ranks. Default: `None`, no clipping.
+    /// Largest global norm of the gradients, over all parameters of all ranks. Default: `None`, no clipping.
     pub gradient_clip_norm: Option<f64>,
+    /// The order p of that norm, (Σ|g|^p)^(1/p), at least 1; infinity for the largest magnitude. Default: 2.
+    pub gradient_norm_order: f64,
+    /// Largest magnitude of each element of the gradients: what is beyond it is cut off. Default: `None`, no clipping.
+    pub gradient_clip_value: Option<f64>,
     /// What to do when the global gradient norm is NaN or infinite. Default: [`NonFinite::Error`].
     pub non_finite: NonFinite,
 }
@@ -93,6 +99,7 @@ impl Default for Config {
             mesh: None,
             timeout_s: 300.0,
             threads_per_rank: 0,
+            seed: None,
             prefetch: PrefetchConfig::default(),
             training: TrainingConfig::default(),
         }
@@ -112,6 +119,8 @@ impl Default for TrainingConfig {
             accumulate: Accumulate::default(),
             gradient_reduction: GradientReduction::default(),
             gradient_clip_norm: None,
+            gradient_norm_order: 2.0,
+            gradient_clip_value: None,
             non_finite: NonFinite::default(),
         }
     }
@@ -227,19 +236,21 @@ mod tests {
             mesh = { shard = 3, replicate = 2 }
             timeout_s = 2.5
             threads_per_rank = 2
+            seed = 0
             prefetch = { forward = 0, backward = 3, max_bytes = 65_536 }
             [training]
             gradient_accumulation = 4
             accumulate = "local"
             gradient_reduction = "sum"
             gradient_clip_norm = 1
+            gradient_norm_order = "inf"
             non_finite = "skip"
         "#;
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
-            "threads_per_rank": 2, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
+            "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
-                         "gradient_clip_norm": 1, "non_finite": "skip"}
+                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"}
         }"#;
         let expected = Config {
             stage: Stage::OptimizerState,
@@ -247,12 +258,15 @@ mod tests {
             mesh: Some(Mesh::new([(Axis::Shard, 3), (Axis::Replicate, 2)]).unwrap()),
             timeout_s: 2.5,
             threads_per_rank: 2,
+            seed: Some(0),
             prefetch: PrefetchConfig { forward: 0, backward: 3, max_bytes: Some(65_536) },
             training: TrainingConfig {
                 gradient_accumulation: 4,
                 accumulate: Accumulate::Local,
                 gradient_reduction: GradientReduction::Sum,
                 gradient_clip_norm: Some(1.0),
+                gradient_norm_order: f64::INFINITY,
+                gradient_clip_value: None,
                 non_finite: NonFinite::Skip,
             },
         };
@@ -307,11 +321,13 @@ mod tests {
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
             (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
+            seed in proptest::option::of(0..1usize << 62),
             (forward, backward) in (0..10usize, 0..10usize),
             max_bytes in proptest::option::of(1..1usize << 40),
             gradient_accumulation in 1..100usize,
             (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
-            gradient_clip_norm in proptest::option::of(1e-30..1e30f64),
+            (clipping, most) in (0..3u8, 1e-30..1e30f64),
+            gradient_norm_order in prop_oneof![Just(f64::INFINITY), 1.0..20.0f64],
         ) -> Config {
             let mesh = match mesh {
                 0 => None,
@@ -325,12 +341,15 @@ mod tests {
                 mesh: mesh.map(|axes| Mesh::new(axes).unwrap()),
                 timeout_s,
                 threads_per_rank,
+                seed,
                 prefetch: PrefetchConfig { forward, backward, max_bytes },
                 training: TrainingConfig {
                     gradient_accumulation,
                     accumulate: Accumulate::ALL[accumulate],
                     gradient_reduction: GradientReduction::ALL[reduction],
-                    gradient_clip_norm,
+                    gradient_clip_norm: (clipping == 1).then_some(most),
+                    gradient_norm_order,
+                    gradient_clip_value: (clipping == 2).then_some(most),
                     non_finite: NonFinite::ALL[non_finite],
                 },
             }

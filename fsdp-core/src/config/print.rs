@@ -46,6 +46,10 @@ pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
         // Debug keeps the point or the exponent, which make it a TOML float, and all digits.
         Kind::Number { get, .. } => Some(format!("{:?}", get(config))),
         Kind::OptionalPositive { get, .. } => get(config).map(|number| format!("{number:?}")),
+        Kind::NormOrder { get, .. } => match get(config) {
+            order if order.is_infinite() => Some("\"inf\"".to_owned()),
+            order => Some(format!("{order:?}")),
+        },
         Kind::Choice { names, get, .. } => Some(format!("\"{}\"", names[get(config)])),
         Kind::OptionalMesh { get, .. } => get(config).map(ToString::to_string),
     }
@@ -71,6 +75,7 @@ world_size = 1
 # mesh is not set
 timeout_s = 300.0
 threads_per_rank = 0
+# seed is not set
 [prefetch]
 forward = 1
 backward = 1
@@ -80,6 +85,8 @@ gradient_accumulation = 1
 accumulate = "reduced"
 gradient_reduction = "mean"
 # gradient_clip_norm is not set
+gradient_norm_order = 2.0
+# gradient_clip_value is not set
 non_finite = "error"
 "#
         );

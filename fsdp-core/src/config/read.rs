@@ -12,6 +12,7 @@ pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigEr
     let mut reader = Reader { origin, config: Config::default(), mesh_place: None };
     reader.table("", entries)?;
     check_mesh(&reader.config, reader.at(reader.mesh_place))?;
+    check_clipping(&reader.config, reader.at(None))?;
     Ok(reader.config)
 }
 
@@ -19,15 +20,26 @@ pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigEr
 pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
     let at = || Location { origin: "Config".to_owned(), place: None };
     config_keys().iter().try_for_each(|key| check_range(key, config, at))?;
-    check_mesh(config, at())
+    check_mesh(config, at())?;
+    check_clipping(config, at())
+}
+
+fn check_clipping(config: &Config, at: Location) -> Result<(), ConfigError> {
+    match (config.training.gradient_clip_norm, config.training.gradient_clip_value) {
+        (Some(_), Some(_)) => {
+            let keys = ["training.gradient_clip_norm", "training.gradient_clip_value"];
+            Err(ConfigError::Conflict { at, keys, why: "gradients are clipped in one way" })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks the value of one key against its range.
 fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> Result<(), ConfigError> {
     let (valid, got) = match key.kind {
         Kind::Integer { min, max, get, .. } => (is_between(get(config), min, max), get(config).to_string()),
-        Kind::OptionalInteger { get, .. } => match get(config) {
-            Some(integer) => (is_between(integer, 1, None), integer.to_string()),
+        Kind::OptionalInteger { min, get, .. } => match get(config) {
+            Some(integer) => (is_between(integer, min, None), integer.to_string()),
             None => return Ok(()),
         },
         Kind::Number { min, max, get, .. } => ((min..=max).contains(&get(config)), format!("{:?}", get(config))),
@@ -35,6 +47,7 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             Some(number) => (number.is_finite() && number > 0.0, format!("{number:?}")),
             None => return Ok(()),
         },
+        Kind::NormOrder { get, .. } => (get(config) >= 1.0, format!("{:?}", get(config))),
         // The types of these fields hold nothing but valid values.
         Kind::Choice { .. } | Kind::OptionalMesh { .. } => return Ok(()),
     };
@@ -107,6 +120,9 @@ impl Reader<'_> {
             (Kind::OptionalPositive { set, .. }, Value::Integer(integer)) => {
                 set(&mut self.config, Some(integer as f64));
             }
+            (Kind::NormOrder { set, .. }, Value::Number(order)) => set(&mut self.config, order),
+            (Kind::NormOrder { set, .. }, Value::Integer(order)) => set(&mut self.config, order as f64),
+            (Kind::NormOrder { set, .. }, Value::Text(name)) if name == "inf" => set(&mut self.config, f64::INFINITY),
             (Kind::Choice { names, set, .. }, Value::Text(name)) => match names.iter().position(|&n| n == name) {
                 Some(index) => set(&mut self.config, index),
                 None => {
@@ -220,7 +236,7 @@ mod tests {
         assert_eq!(
             refusal("[optimizer]\nlr = 1"),
             "run.toml:1:2: unknown key `optimizer`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
-             `threads_per_rank`, `prefetch`, `training`"
+             `threads_per_rank`, `seed`, `prefetch`, `training`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(
@@ -282,8 +298,34 @@ mod tests {
                 "training.accumulate = 1",
                 "run.toml:1:23: `training.accumulate` is 1; it must be \"reduced\" or \"local\"",
             ),
+            (
+                "training.gradient_norm_order = \"max\"",
+                "run.toml:1:32: `training.gradient_norm_order` is the string \"max\"; it must be a number of at least 1, or \
+                 \"inf\"",
+            ),
+            (
+                "training.gradient_norm_order = 0.5",
+                "run.toml:1:32: `training.gradient_norm_order` is 0.5; it must be a number of at least 1, or \"inf\"",
+            ),
         ] {
             assert_eq!(refusal(toml), text);
+        }
+    }
+
+    #[test]
+    fn clipping_in_two_ways_at_once_is_refused() {
+        assert_eq!(
+            refusal("[training]\ngradient_clip_norm = 1\ngradient_clip_value = 1"),
+            "run.toml: `training.gradient_clip_norm` and `training.gradient_clip_value` are both set, but gradients are \
+             clipped in one way; leave one of them out"
+        );
+    }
+
+    #[test]
+    fn an_infinite_order_is_written_as_text_or_as_a_toml_number() {
+        for order in ["\"inf\"", "inf"] {
+            let config = Config::from_toml(&format!("training.gradient_norm_order = {order}"), "t").unwrap();
+            assert_eq!(config.training.gradient_norm_order, f64::INFINITY);
         }
     }
 

@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn::grad_clipping::GradientClippingConfig;
+use burn::grad_clipping::{GradientClipping, GradientClippingConfig};
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
 use burn::optim::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
 use burn::tensor::{Device, Gradients, Tensor};
-use fsdp_burn::{Config, Error, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch};
+use fsdp_burn::{Config, Error, FusedAdamW, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch};
 
 use super::models::Trial;
 
@@ -29,6 +29,8 @@ pub(crate) enum Optimizer {
     AdamW,
     /// SGD that clips each element of a gradient.
     ValueClipping,
+    /// [`Optimizer::AdamW`] in one pass.
+    Fused,
     /// SGD, and AdamW at a rate of its own for paths with `hidden`.
     Groups,
 }
@@ -51,14 +53,15 @@ impl Optimizer {
                 let adamw = AdamWConfig::new().with_epsilon(ADAMW_EPSILON as f32).build();
                 Optimizer::Sgd.build().with_group(ParamGroup::from_predicate("hidden"), adamw, None)
             }
-            Optimizer::AdamW => AdamWConfig::new().with_weight_decay(0.01).with_epsilon(ADAMW_EPSILON as f32).init(),
+            Optimizer::AdamW => adamw().init(),
+            Optimizer::Fused => FusedAdamW::new(&adamw()).unwrap().into(),
         }
     }
 
     pub(crate) fn lr(self) -> ModuleLearningRate {
         match self {
             Optimizer::Sgd | Optimizer::ValueClipping => 0.05.into(),
-            Optimizer::AdamW => 0.01.into(),
+            Optimizer::AdamW | Optimizer::Fused => 0.01.into(),
             Optimizer::Groups => {
                 ModuleLrScheduler::new(0.05).with_group(ParamGroup::from_predicate("hidden"), 0.01).step()
             }
@@ -71,9 +74,15 @@ impl Optimizer {
             Optimizer::Sgd | Optimizer::ValueClipping => {
                 Tolerance { losses: 1e-5, weights: 1e-5, absolute: SGD_ABSOLUTE }
             }
-            Optimizer::AdamW | Optimizer::Groups => Tolerance { losses: 1e-5, weights: 1e-5, absolute: ADAMW_ABSOLUTE },
+            Optimizer::AdamW | Optimizer::Fused | Optimizer::Groups => {
+                Tolerance { losses: 1e-5, weights: 1e-5, absolute: ADAMW_ABSOLUTE }
+            }
         }
     }
+}
+
+fn adamw() -> AdamWConfig {
+    AdamWConfig::new().with_weight_decay(0.01).with_epsilon(ADAMW_EPSILON as f32)
 }
 
 /// Rounding of one gradient: its terms are of order 1 and added in another order, which costs a few units in the last
@@ -132,6 +141,9 @@ pub(crate) fn plain<M: Trial>(config: &Config, optimizer: Optimizer) -> Outcome 
 pub(crate) fn plain_for<M: Trial>(config: &Config, optimizer: Optimizer, num_batches: usize) -> Outcome {
     let (mut model, device) = plain_model::<M>();
     let mut optim = optimizer.build();
+    if let Some(most) = config.training.gradient_clip_value {
+        optim = optim.with_grad_clipping(GradientClipping::Value(most as f32));
+    }
     let mut outcome = Outcome::default();
     let batches: Vec<usize> = (0..num_batches).collect();
     for window in batches.chunks(config.training.gradient_accumulation) {
@@ -140,7 +152,7 @@ pub(crate) fn plain_for<M: Trial>(config: &Config, optimizer: Optimizer, num_bat
         let mean = |losses: Vec<Tensor<1>>| Tensor::cat(losses, 0).mean();
         let mut gradients = mean(losses).backward();
         if let Some(max_norm) = config.training.gradient_clip_norm {
-            let norm = gradient_norm(&model, &gradients);
+            let norm = gradient_norm(&model, &gradients, config.training.gradient_norm_order);
             outcome.norms.push(norm);
             let losses = window.iter().map(|&batch| model.loss(batch, 0..BATCH, &device)).collect();
             gradients = mean(losses).mul_scalar((max_norm / norm).min(1.0)).backward();
@@ -266,22 +278,26 @@ pub(crate) fn assert_parity(what: &str, expected: &Outcome, got: &Outcome, toler
     }
 }
 
-fn gradient_norm<M: Module>(model: &M, gradients: &Gradients) -> f64 {
-    let mut squares = Squares { gradients, sum: 0.0 };
-    model.visit(&mut squares);
-    squares.sum.sqrt()
+fn gradient_norm<M: Module>(model: &M, gradients: &Gradients, order: f64) -> f64 {
+    let mut magnitudes = Magnitudes { gradients, all: Vec::new() };
+    model.visit(&mut magnitudes);
+    let magnitudes = magnitudes.all.into_iter();
+    match order {
+        f64::INFINITY => magnitudes.fold(0.0, f64::max),
+        order => magnitudes.map(|value| value.powf(order)).sum::<f64>().powf(order.recip()),
+    }
 }
 
-struct Squares<'a> {
+struct Magnitudes<'a> {
     gradients: &'a Gradients,
-    sum: f64,
+    all: Vec<f64>,
 }
 
-impl ModuleVisitor for Squares<'_> {
+impl ModuleVisitor for Magnitudes<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = param.grad(self.gradients) {
             let values = gradient.into_data().try_to_vec::<f32>().unwrap();
-            self.sum += values.iter().map(|&value| f64::from(value) * f64::from(value)).sum::<f64>();
+            self.all.extend(values.iter().map(|&value| f64::from(value).abs()));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Layers that leave nothing gathered where Burn's own would: so far the embedding.
+//! An embedding that does not hold its table until backward.
 
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Int, Tensor};

@@ -1,0 +1,11 @@
+//! Layers and functions in place of Burn's, where Burn's do not fit sharded training or are slow on the CPU. Records are
+//! those of Burn's.
+
+mod dropout;
+mod embedding;
+mod gelu;
+
+pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub(crate) use embedding::HOLDS_INDICES_ONLY;
+pub use gelu::gelu;

@@ -9,12 +9,14 @@ use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::nn::Embedding;
-use fsdp_burn::{Accumulate, Config, FieldRule, PrefetchConfig, Sharded, Stage, TrainingConfig, WrapPolicy, launch};
+use fsdp_burn::{
+    Accumulate, Config, FieldRule, PrefetchConfig, Sharded, Stage, TrainingConfig, WrapPolicy, launch, recompute,
+};
 
 use crate::common::models::{Trial, classes, distance, rows};
 use crate::common::run::{
-    BATCH, Optimizer, STEPS, Tolerance, assert_parity, config, plain_for, plain_model, plain_weights, sharded_for,
-    start, weights,
+    BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_for, plain_model,
+    plain_weights, scalar, sharded_for, share, start, weights,
 };
 use crate::shapes::watched;
 use crate::traffic::count;
@@ -191,6 +193,38 @@ fn the_gradient_of_a_tied_parameter_is_sent_once() {
                 assert_eq!(counted.sent_bytes, others * 2 * num_params, "{stage}");
             }
         }
+    }
+}
+
+/// Trains on the two uses of the table alone; with `again` the head runs once more in backward.
+fn with_recomputed_head(stage: Stage, again: bool) -> Outcome {
+    on_ranks(&config(stage, 2), move |rank| {
+        let device = rank.device();
+        let mut model = start::<Tied>(&rank)?;
+        let mut optimizer = rank.optimizer(Optimizer::AdamW.build())?;
+        let mut outcome = Outcome::default();
+        for batch in 0..STEPS {
+            let (samples, num_rows) = (share(&rank), share(&rank).len() * CONTEXT);
+            let ids = classes(batch + 1, samples.clone(), CONTEXT, VOCABULARY, &device);
+            let x = model.tokens.forward(ids).reshape([num_rows, WIDTH]);
+            let head = |head: &Embedding, x: Tensor<2>| x.matmul(head.weight.val().transpose());
+            let output = if again { recompute(&model.head, x, head) } else { head(&model.head, x) };
+            let output = output.reshape([samples.len(), CONTEXT * VOCABULARY]);
+            let loss = distance(output, batch, samples, &device);
+            outcome.losses.push(rank.mean(scalar(&loss))?);
+            let gradients = model.backward(loss)?;
+            optimizer.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+        }
+        outcome.weights = weights(&model)?;
+        Ok(outcome)
+    })
+}
+
+#[test]
+fn a_tied_field_in_a_part_that_is_recomputed_trains_to_the_same_bits() {
+    for stage in Stage::ALL {
+        let expected = with_recomputed_head(stage, false);
+        assert_parity(&stage.to_string(), &expected, &with_recomputed_head(stage, true), Tolerance::EXACT);
     }
 }
 

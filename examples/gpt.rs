@@ -1,11 +1,13 @@
-//! A GPT in plain Burn. The derive `Sharded` and its attributes are the only trace of sharding in the model.
+//! A GPT in plain Burn. The derive `Sharded`, its attributes and the embedding's type are the only trace of sharding in the
+//! model.
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor, module::attention};
-use fsdp_burn::{Sharded, nn::gelu, recompute};
+use fsdp_burn::nn::{Embedding, gelu};
+use fsdp_burn::{Sharded, recompute};
 use serde::{Deserialize, Serialize};
 
 /// Sizes of the model.
@@ -28,8 +30,8 @@ pub struct GptConfig {
 /// Pre-norm transformer with learned positions and a head of its own.
 #[derive(Module, Debug, Sharded)]
 pub struct Gpt {
-    // Burn's embedding op holds its table until backward, so gathering it again would save nothing: keep.
-    #[shard(unit, keep)]
+    // Burn's own embedding would hold its table until backward.
+    #[shard(unit)]
     tokens: Embedding,
     positions: Embedding,
     #[shard(units)]
@@ -60,7 +62,7 @@ impl GptConfig {
     pub fn init(&self, device: &Device) -> Gpt {
         let initializer = Initializer::Normal { mean: 0.0, std: 0.02 };
         let embedding =
-            |rows| EmbeddingConfig::new(rows, self.width).with_initializer(initializer.clone()).init(device);
+            |rows| EmbeddingConfig::new(rows, self.width).with_initializer(initializer.clone()).init(device).into();
         let linear = |from, to| LinearConfig::new(from, to).with_initializer(initializer.clone()).init(device);
         let norm = || LayerNormConfig::new(self.width).init(device);
         let block = |_| Block {

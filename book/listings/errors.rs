@@ -34,7 +34,7 @@ struct Tied {
 
 impl Sharded for Tied {
     fn wrap_policy() -> WrapPolicy {
-        WrapPolicy::new().field("table", FieldRule::unit())
+        WrapPolicy::new().field("table", FieldRule::unit().replicate())
     }
 }
 
@@ -67,7 +67,8 @@ fn optimizer(make: fn() -> ModuleOptimizer) -> String {
 }
 
 fn spec(rule: FieldRule, shape: &[usize]) -> String {
-    let param = ParamSpec { path: vec!["head".into(), "weight".into()], shape: shape.to_vec(), trainable: true };
+    let path = vec!["head".into(), "weight".into()];
+    let param = ParamSpec { path, shape: shape.to_vec(), trainable: true, ..ParamSpec::default() };
     let policy = WrapPolicy::new().field("head", rule);
     Plan::new(&policy, &[param], &Mesh::one_dim(4), Stage::Parameters).unwrap_err().to_string()
 }
@@ -77,6 +78,8 @@ fn warning(policy: WrapPolicy, params: &[(&str, usize)]) -> String {
         path: path.split('.').map(str::to_owned).collect(),
         shape: vec![len],
         trainable: true,
+        held_by_op: true,
+        ..ParamSpec::default()
     };
     let specs: Vec<_> = params.iter().map(spec).collect();
     let plan = Plan::new(&policy, &specs, &Mesh::one_dim(2), Stage::Parameters).unwrap();
@@ -132,7 +135,7 @@ fn shards() -> String {
                 spec(FieldRule::unit().spec([None, Some("shard")]), &[10])
             }),
             ("A spec with an axis that no mesh has:", spec(FieldRule::unit().spec([Some("tensor")]), &[10, 4])),
-            ("Two fields with one parameter:", tied),
+            ("Two fields with one parameter that only one of them replicates:", tied),
             ("A setting that this version does not have:", offloaded),
             ("A model on a device without autodiff:", untracked),
         ],
@@ -141,12 +144,14 @@ fn shards() -> String {
 
 fn warnings() -> String {
     let blocks = WrapPolicy::new().field("blocks", FieldRule::units());
+    let table = WrapPolicy::new().field("tokens", FieldRule::unit());
     section(
         "Warnings about the plan",
         &[
             ("No units:", warning(WrapPolicy::new(), &[("blocks.0", 9)])),
             ("A rule that finds nothing:", warning(blocks.clone(), &[("layers.0", 9)])),
             ("One unit with most of the model:", warning(blocks, &[("blocks.0", 9), ("norm", 1)])),
+            ("Burn's embedding with a large table:", warning(table, &[("tokens.weight", 32_000 * 512)])),
         ],
     )
 }

@@ -1,10 +1,12 @@
 //! The chapter on your own model: attributes, the plan they make, the settings of a run, and what it will need.
 
 use burn::module::{Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Int, Tensor, activation::gelu};
-use fsdp_burn::{Config, Error, FieldRule, OptimizerKind, Rank, Sharded, StepOutcome, WrapPolicy, launch};
+use fsdp_burn::{
+    Config, Error, FieldRule, OptimizerKind, Rank, Sharded, Stage, StepOutcome, WrapPolicy, launch, nn::Embedding,
+};
 
 use crate::output::assert_shown;
 
@@ -21,7 +23,7 @@ struct Block {
 
 #[derive(Module, Debug, Sharded)]
 struct Classifier {
-    #[shard(unit, keep)] // Burn holds an embedding's table until backward anyway
+    #[shard(unit)] // of `fsdp_burn::nn`: Burn's own would hold the table until backward
     tokens: Embedding,
     #[shard(units, nested)] // each block is a unit, and so is the `down` of each
     blocks: Vec<Block>,
@@ -39,7 +41,7 @@ impl Classifier {
         let norm = || LayerNormConfig::new(WIDTH).init(device);
         let block = |_| Block { norm: norm(), up: linear(WIDTH, 4 * WIDTH), down: linear(4 * WIDTH, WIDTH) };
         Self {
-            tokens: EmbeddingConfig::new(1000, WIDTH).init(device),
+            tokens: EmbeddingConfig::new(1000, WIDTH).init(device).into(),
             blocks: (0..2).map(block).collect(),
             norm: norm(),
             gate: linear(WIDTH, 1),
@@ -57,6 +59,30 @@ impl Classifier {
         (x * weight).mean_dim(1).squeeze_dim::<2>(1).matmul(self.head.val())
     }
 }
+
+// ANCHOR: tied
+#[derive(Module, Debug, Sharded)]
+struct LanguageModel {
+    #[shard(unit)]
+    tokens: Embedding,
+    #[shard(units)]
+    blocks: Vec<Linear>,
+    head: Embedding, // a clone of `tokens`, so in its unit
+}
+
+impl LanguageModel {
+    fn init(device: &Device) -> Self {
+        let tokens = Embedding::from(EmbeddingConfig::new(1000, WIDTH).init(device));
+        let blocks = (0..2).map(|_| LinearConfig::new(WIDTH, WIDTH).init(device)).collect();
+        Self { head: tokens.clone(), tokens, blocks }
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let x = self.blocks.iter().fold(self.tokens.forward(tokens), |x, block| gelu(block.forward(x)));
+        x.matmul(self.head.weight.val().transpose().unsqueeze())
+    }
+}
+// ANCHOR_END: tied
 
 // ANCHOR: policy
 /// What the derive writes for `Mlp` of the first chapter.
@@ -97,6 +123,18 @@ fn the_unit_table_and_the_estimate_of_the_model_are_current() {
             assert_shown("listings/output/model.txt", &shown);
         }
     }
+}
+
+#[test]
+fn the_plan_of_tied_weights_is_current() {
+    let config = Config { stage: Stage::Parameters, world_size: 4, ..Config::default() };
+    let summaries = launch(&config, |rank| {
+        let model = rank.shard(LanguageModel::init(&rank.device()))?;
+        let logits = model.forward(Tensor::<2, Int>::zeros([2, 16], &rank.device()));
+        assert_eq!(logits.dims(), [2, 16, 1000]);
+        Ok(model.summary())
+    });
+    assert_shown("listings/output/tied.txt", &summaries.unwrap()[0]);
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! What a step holds at its peak is what the estimate says: counted at the allocator, for a whole process.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use burn::module::Module;
-use burn::optim::{AdamWConfig, GradientsParams};
+use burn::nn::{Embedding as BurnEmbedding, EmbeddingConfig};
+use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use fsdp_burn::{Config, Error, OptimizerKind, Rank, Stage, launch};
+use fsdp_burn::{Config, Error, OptimizerKind, Rank, Sharded, Stage, launch, nn::Embedding};
 use fsdp_examples::{Gpt, GptConfig, activation_bytes};
 use peak_alloc::PeakAlloc;
 
@@ -16,9 +18,15 @@ const BATCH: usize = 4;
 const STEPS: usize = 3;
 const MODEL: GptConfig = GptConfig { layers: 6, width: 256, heads: 4, sequence: 64, vocabulary: 256, recompute: false };
 
-/// One test, since the allocator counts for the whole process.
+/// The allocator counts for the whole process, so tests take turns.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
 fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
+    let _turn = alone();
     let plain = plain();
     for stage in Stage::ALL {
         for world_size in [1, 2, 4] {
@@ -173,4 +181,68 @@ fn loss(model: &Gpt, device: &Device) -> Tensor<1> {
         Tensor::<2, Int>::from_data(TensorData::new(values, [BATCH, MODEL.sequence]), device)
     };
     model.loss(tokens(7), tokens(11))
+}
+
+const NUM_TABLES: usize = 8;
+/// Just too small for a gathered table to be kept for the next gather.
+const TABLE: [usize; 2] = [1000, 256];
+const TABLE_BYTES: usize = 4 * TABLE[0] * TABLE[1];
+
+/// Gives a type with tables of one kind, each a unit, and a sum over rows of all.
+macro_rules! tables {
+    ($($name:ident: $embedding:ty;)+) => {$(
+        #[derive(Module, Debug, Sharded)]
+        struct $name {
+            #[shard(units)]
+            tables: Vec<$embedding>,
+        }
+
+        impl $name {
+            fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+                let rows = self.tables.iter().map(|table| table.forward(tokens.clone()));
+                rows.reduce(|sum, rows| sum + rows.powi_scalar(2)).unwrap().powi_scalar(2).sum()
+            }
+        }
+    )+};
+}
+tables! {
+    BurnTables: BurnEmbedding;
+    OurTables: Embedding;
+}
+
+/// Bytes that a forward at stage 3 leaves alive, above what lived before.
+macro_rules! held {
+    ($tables:ident) => {{
+        let config = Config { stage: Stage::Parameters, world_size: 2, timeout_s: 60.0, ..Config::default() };
+        let outcomes = launch(&config, |rank| {
+            let device = rank.device();
+            let table = || EmbeddingConfig::new(TABLE[0], TABLE[1]).init(&device).into();
+            let mut model = rank.shard($tables { tables: (0..NUM_TABLES).map(|_| table()).collect() })?;
+            let mut optimizer = rank.optimizer(SgdConfig::new().init())?;
+            let mut outcome = 0;
+            for _ in 0..STEPS {
+                rank.barrier()?;
+                let before = ALLOCATOR.current_usage();
+                rank.barrier()?;
+                let loss = model.loss(Tensor::from_ints([[3, 1, 4, 1, 5]], &device));
+                rank.barrier()?;
+                outcome = ALLOCATOR.current_usage().saturating_sub(before);
+                rank.barrier()?;
+                let gradients = model.backward(loss)?;
+                optimizer.step(0.1, &mut model, gradients)?;
+            }
+            Ok(outcome)
+        });
+        outcomes.unwrap()[0]
+    }};
+}
+
+#[test]
+fn after_forward_tables_of_burns_embedding_are_held_and_those_of_this_project_are_not() {
+    let _turn = alone();
+    let [burn, ours] = [held!(BurnTables), held!(OurTables)];
+    println!("after forward: {burn} bytes with Burn's embedding, {ours} with this project's");
+    assert!(burn > NUM_TABLES * TABLE_BYTES, "{burn}");
+    // The last table stays through the turn to backward, and one may have been gathered ahead.
+    assert!(ours < 3 * TABLE_BYTES, "{ours}");
 }

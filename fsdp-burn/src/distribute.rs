@@ -42,6 +42,10 @@ pub(crate) fn distribute<M: Module>(
     source: Source,
     control: &dyn Communicator,
 ) -> Result<(M, Distributed), Error> {
+    let is_further = |(entry, managed): (&Entry, &Option<usize>)| managed.filter(|_| entry.tied_to.is_some());
+    let further: Vec<_> = source.entries.iter().zip(source.managed).map(is_further).collect();
+    // A clone of a parameter would hold its value until the model's traversal gets there.
+    let model = let_go(model, &further);
     let done = Distributed { stored: Vec::new(), dtypes: Vec::new() };
     let mut sender = Sender { source, control, next: 0, done, failure: None };
     let model = model.map(&mut sender);
@@ -66,15 +70,20 @@ pub(crate) fn let_go<M: Module>(model: M, managed: &[Option<usize>]) -> M {
     model.map(&mut Emptier { managed, next: 0 })
 }
 
-/// For each entry, its index among the plan's parameters.
+/// For each entry, its index among the plan's parameters; tied ones have one together.
 pub(crate) fn managed(entries: &[Entry], plan: &Plan) -> Arc<[Option<usize>]> {
     let mut next = 0;
-    let index = |entry: &Entry| {
-        let planned = plan.params().get(next).is_some_and(|param| entry.is_param && param.path == entry.path());
-        next += usize::from(planned);
-        planned.then(|| next - 1)
-    };
-    entries.iter().map(index).collect()
+    let mut managed: Vec<Option<usize>> = Vec::new();
+    for entry in entries {
+        let is_next = plan.params().get(next).is_some_and(|param| entry.is_param && param.path == entry.path());
+        let index = match entry.tied_to {
+            Some(first) => managed[first],
+            None => is_next.then_some(next),
+        };
+        next += usize::from(is_next);
+        managed.push(index);
+    }
+    managed.into()
 }
 
 struct Sender<'a> {
@@ -93,6 +102,9 @@ impl ModuleMapper for Sender<'_> {
             return param;
         }
         let entry = &self.source.entries[index];
+        if entry.tied_to.is_some() {
+            return param;
+        }
         let sent = match self.source.managed[index] {
             Some(managed) => self.send(param, entry, managed),
             None if entry.is_param => return param,

@@ -34,6 +34,7 @@
 //! | to | see |
 //! |---|---|
 //! | mark the units of a model | [the derive](derive@Sharded), or implement [`trait@Sharded`] with a [`WrapPolicy`] |
+//! | look up rows without holding the table | [`nn::Embedding`] |
 //! | choose a stage | [`Stage`], [`ShardedModel::memory_estimate`] |
 //! | read or write the settings | [`Config`] |
 //! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`], [`launch_with`] a [`Trace`] |

@@ -28,7 +28,7 @@ use crate::{Error, Rank, Sharded, host};
 #[derive(Debug)]
 pub struct ShardedModel<M> {
     module: M,
-    /// For each float parameter that Burn visits, its index among the plan's parameters.
+    /// For each float parameter that Burn visits, its index among the plan's parameters; tied ones have one together.
     managed: Arc<[Option<usize>]>,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
@@ -66,7 +66,11 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let config = rank.config();
         let mesh = config.resolved_mesh();
         let entries = survey(&module)?;
-        let specs: Vec<_> = entries.iter().filter(|entry| entry.is_param).map(|entry| entry.spec.clone()).collect();
+        let specs: Vec<_> = entries
+            .iter()
+            .filter(|entry| entry.is_param && entry.tied_to.is_none())
+            .map(|entry| entry.spec.clone())
+            .collect();
         let plan = Plan::new(&M::wrap_policy(), &specs, &mesh, config.stage)?;
         check_supported(&plan, &entries)?;
         for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
@@ -87,7 +91,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
-        let planned = entries.iter().zip(managed.iter()).filter(|(_, managed)| managed.is_some());
+        let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
+        let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
         let source = Source { entries: &entries, managed: &managed, plan: &plan, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
@@ -179,9 +184,10 @@ impl<M: Module> ShardedModel<M> {
         plan.params().iter().map(|param| plan.local_len(param, self.engine.shard_index())).sum()
     }
 
-    /// Logical shape of a parameter, by its path (`blocks.0.up.weight`).
+    /// Logical shape of a parameter, by its path (`blocks.0.up.weight`); any of its paths, if it is tied.
     pub fn shape(&self, path: &str) -> Option<&[usize]> {
-        self.plan().params().iter().find(|param| param.path == path).map(|param| param.layout.shape())
+        let has_path = |param: &&PlannedParam| param.path == path || param.also.iter().any(|also| also == path);
+        self.plan().params().iter().find(has_path).map(|param| param.layout.shape())
     }
 
     /// The unit table, with this rank's local sizes.

@@ -3,10 +3,14 @@
 use std::collections::HashMap;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_core::ParamSpec;
 
 use crate::Error;
+use crate::nn::HOLDS_INDICES_ONLY;
+
+/// What Burn calls its own embedding when it is visited, and every other type of that name.
+const EMBEDDING: &str = "Struct:Embedding";
 
 /// One float parameter, or something that Burn visits like one.
 #[derive(Clone, Debug)]
@@ -17,6 +21,8 @@ pub(crate) struct Entry {
     pub(crate) dims: usize,
     /// Read through `Param::val()`. Running statistics are not: they are buffers, and stay whole.
     pub(crate) is_param: bool,
+    /// Index of the first entry of the same parameter, if that is another one: tied weights.
+    pub(crate) tied_to: Option<usize>,
 }
 
 impl Entry {
@@ -28,8 +34,8 @@ impl Entry {
 /// All float parameters, in the order in which Burn traverses the model.
 ///
 /// # Errors
-/// If a parameter is reparameterized already (LoRA), since a parameter has one such slot, or if two fields share one
-/// parameter.
+/// If a parameter is reparameterized already (LoRA), since a parameter has one such slot, or if fields that share one
+/// parameter differ in shape, training or value.
 pub(crate) fn survey<M: Module>(model: &M) -> Result<Vec<Entry>, Error> {
     let mut surveyor = Surveyor::default();
     model.clone().apply_reparameterization(Mark).visit(&mut surveyor);
@@ -40,17 +46,29 @@ pub(crate) fn survey<M: Module>(model: &M) -> Result<Vec<Entry>, Error> {
             remedy: "shard the plain model; a parameter has one such slot, and sharding needs it",
         });
     }
-    let mut seen: HashMap<ParamId, String> = HashMap::new();
-    for entry in &surveyor.entries {
-        if let Some(first) = seen.insert(entry.id, entry.path()) {
-            return Err(Error::Parameter {
-                parameter: entry.path(),
-                problem: format!("it is the same parameter as `{first}` (tied weights)"),
-                remedy: "give each field a parameter of its own, or pass the one module to both uses in forward",
-            });
+    let mut entries = surveyor.entries;
+    tie(&mut entries);
+    let mut values = Values { entries: &entries, next: 0, firsts: HashMap::new(), different: None };
+    model.visit(&mut values);
+    match values.different {
+        Some(error) => Err(error),
+        None => Ok(entries),
+    }
+}
+
+/// Marks each parameter that has come before, and tells the first of it. Running statistics are not tied: Burn gives each
+/// its own value whenever it maps a model, also where they have one id.
+fn tie(entries: &mut [Entry]) {
+    let mut firsts: HashMap<ParamId, usize> = HashMap::new();
+    for index in (0..entries.len()).filter(|&index| entries[index].is_param).collect::<Vec<_>>() {
+        let first = *firsts.entry(entries[index].id).or_insert(index);
+        if first != index {
+            let ParamSpec { path, held_by_op, .. } = entries[index].spec.clone();
+            entries[index].tied_to = Some(first);
+            entries[first].spec.also.push(path);
+            entries[first].spec.held_by_op |= held_by_op;
         }
     }
-    Ok(surveyor.entries)
 }
 
 /// A parameter of the same id, mappers and training state that was never initialised.
@@ -76,6 +94,8 @@ pub(crate) fn replaced<const D: usize>(
 #[derive(Default)]
 struct Surveyor {
     path: Vec<String>,
+    /// What was entered last is a field of an embedding.
+    in_embedding: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -88,6 +108,10 @@ impl ModuleVisitor for Surveyor {
                 _ => self.foreign = self.foreign.take().or(Some((self.path.join("."), name.to_owned()))),
             }
         }
+        self.in_embedding = container == EMBEDDING;
+        if let (true, HOLDS_INDICES_ONLY, Some(entry)) = (self.in_embedding, name, self.entries.last_mut()) {
+            entry.spec.held_by_op = false;
+        }
         self.path.push(name.to_owned());
     }
 
@@ -98,8 +122,48 @@ impl ModuleVisitor for Surveyor {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.lazy_shape().to_vec();
         let trainable = emptied(param.clone()).is_require_grad();
-        let spec = ParamSpec { path: self.path.clone(), shape, trainable };
-        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false });
+        let spec =
+            ParamSpec { path: self.path.clone(), shape, trainable, held_by_op: self.in_embedding, also: Vec::new() };
+        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None });
+    }
+}
+
+/// Looks for fields that have one id and are not one parameter.
+struct Values<'a> {
+    entries: &'a [Entry],
+    next: usize,
+    /// Of each tied parameter, the value of its first field, unless that is not initialised yet.
+    firsts: HashMap<usize, Option<TensorData>>,
+    different: Option<Error>,
+}
+
+impl ModuleVisitor for Values<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let (index, entry) = (self.next, &self.entries[self.next]);
+        self.next += 1;
+        // Clones are initialised together.
+        let value = || param.is_initialized().then(|| param.to_data());
+        let Some(first) = entry.tied_to else {
+            if !entry.spec.also.is_empty() {
+                self.firsts.insert(index, value());
+            }
+            return;
+        };
+        let (spec, other) = (&entry.spec, &self.entries[first].spec);
+        let difference = match () {
+            () if spec.shape != other.shape => format!("with the shape {:?} in place of {:?}", spec.shape, other.shape),
+            () if spec.trainable != other.trainable => "and only one of the two is frozen".to_owned(),
+            () if self.firsts.get(&first) != Some(&value()) => "with other values".to_owned(),
+            () => return,
+        };
+        self.different.get_or_insert(Error::Parameter {
+            parameter: entry.path(),
+            problem: format!(
+                "it is the same parameter as `{}` (tied weights), {difference}",
+                self.entries[first].path()
+            ),
+            remedy: "give both fields clones of one parameter, or the second a parameter of its own",
+        });
     }
 }
 

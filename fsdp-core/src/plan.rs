@@ -11,7 +11,7 @@ use crate::{UnitTraits, WrapPolicy};
 pub const ROOT_UNIT: &str = "root";
 
 /// One parameter of a model, as data.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ParamSpec {
     /// Path components from the model down, `["blocks", "3", "up", "weight"]`.
     pub path: Vec<String>,
@@ -19,6 +19,10 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// Receives gradients. A frozen parameter does not.
     pub trainable: bool,
+    /// The op that uses the parameter holds it from forward to backward, as Burn's embedding does with its table.
+    pub held_by_op: bool,
+    /// Further places where the model uses the same parameter: tied weights. Paths as in `path`.
+    pub also: Vec<Vec<String>>,
 }
 
 /// A parameter with its place.
@@ -34,6 +38,8 @@ pub struct PlannedParam {
     pub layout: ShardLayout,
     /// Every rank holds and steps the whole parameter: stage 0, or `#[shard(replicate)]`.
     pub replicated: bool,
+    /// Further paths of the same parameter, which is tied. It is counted, sent and stepped once, under `path`.
+    pub also: Vec<String>,
 }
 
 impl PlannedParam {
@@ -81,7 +87,17 @@ pub enum PlanWarning {
         /// Its share of all parameters, 0 to 1.
         share: f64,
     },
+    /// A large table is gathered on use, and then held until backward by the op that uses it.
+    HeldTable {
+        /// The parameter.
+        path: String,
+        /// Its size, gathered, in float32.
+        bytes: u64,
+    },
 }
+
+/// A table that is held is worth a warning from this size on, in bytes.
+const LARGE_TABLE_BYTES: u64 = 1 << 20;
 
 impl fmt::Display for PlanWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -102,6 +118,12 @@ impl fmt::Display for PlanWarning {
                  saves; mark its parts with #[shard(unit)] or #[shard(units)]",
                 share * 100.0
             ),
+            PlanWarning::HeldTable { path, bytes } => write!(
+                f,
+                "`{path}` is the table of a Burn `Embedding`, which holds it from forward to backward: gathered, \
+                 {:.1} MiB in float32; use `fsdp_burn::nn::Embedding`, made from Burn's with `.into()`, which lets go of it",
+                *bytes as f64 / f64::from(1 << 20)
+            ),
         }
     }
 }
@@ -112,6 +134,21 @@ pub enum PlanError {
     /// A partition spec does not fit its parameter.
     #[error(transparent)]
     Spec(#[from] SpecError),
+    /// One parameter in two fields whose rules differ in what becomes of it.
+    #[error(
+        "`{parameter}` is the same parameter as `{first}` (tied weights), but it is {as_parameter} and the other is \
+         {as_first}; give both fields the same `spec`, `replicate` or `ignore`"
+    )]
+    Tied {
+        /// Path of the later field.
+        parameter: String,
+        /// Path of the first.
+        first: String,
+        /// What the rules make of the later one.
+        as_parameter: String,
+        /// What the rules make of the first.
+        as_first: String,
+    },
     /// The model has no parameters.
     #[error("the model has no parameters to shard (all are ignored, or it has none)")]
     NoParameters,
@@ -126,6 +163,7 @@ pub enum PlanError {
 ///     path: path.split('.').map(str::to_owned).collect(),
 ///     shape: shape.to_vec(),
 ///     trainable: true,
+///     ..ParamSpec::default()
 /// };
 /// let params = [param("blocks.0.weight", &[6, 4]), param("blocks.1.weight", &[6, 4]), param("norm.gamma", &[4])];
 /// let policy = WrapPolicy::new().field("blocks", FieldRule::units());
@@ -262,7 +300,11 @@ impl Plan {
                 (replicated && self.stage != Stage::Ddp, "replicated"),
                 (self.unit_params(index).all(|param| !param.trainable), "frozen"),
             ];
-            let notes: Vec<_> = notes.iter().filter(|(is_so, _)| *is_so).map(|(_, note)| *note).collect();
+            let mut notes: Vec<_> =
+                notes.into_iter().filter(|(is_so, _)| *is_so).map(|(_, note)| note.into()).collect();
+            notes.extend(
+                self.unit_params(index).flat_map(|param| &param.also).map(|path| format!("also used as {path}")),
+            );
             let counts = [unit.params.len(), self.unit_len(index), local].map(grouped);
             let [num_params, logical, local] = counts;
             rows.push([unit.name.clone(), num_params, logical, local, notes.join(", ")]);
@@ -276,36 +318,48 @@ impl Plan {
 
     fn place(&mut self, policy: &WrapPolicy, param: &ParamSpec, matched: &mut [bool]) -> Result<(), PlanError> {
         let path = param.path.join(".");
-        let mut rules: Vec<(&Vec<String>, &FieldRule)> = Vec::new();
-        for (index, (pattern, rule)) in policy.rules().iter().enumerate() {
-            if matches(pattern, &param.path) {
-                matched[index] = true;
-                rules.push((pattern, rule));
+        let rules = rules_of(policy, &param.path, matched);
+        let cut = self.cut(&rules, &path, &param.shape)?;
+        let also: Vec<String> = param.also.iter().map(|other| other.join(".")).collect();
+        for (other, other_path) in also.iter().zip(&param.also) {
+            let other_cut = self.cut(&rules_of(policy, other_path, matched), other, &param.shape)?;
+            if other_cut != cut {
+                let (parameter, first) = (other.clone(), path);
+                return Err(PlanError::Tied { parameter, first, as_parameter: told(&other_cut), as_first: told(&cut) });
             }
         }
-        // The longest path is the innermost rule, and wins.
-        rules.sort_by_key(|(pattern, _)| pattern.len());
-        if rules.iter().any(|(_, rule)| rule.role == Role::Ignore) {
-            self.ignored.push(path);
+        let Some((layout, replicated)) = cut else {
+            self.ignored.extend([path].into_iter().chain(also));
             return Ok(());
-        }
+        };
         let unit_rule = rules.iter().rev().find(|(_, rule)| matches!(rule.role, Role::Unit | Role::Units));
         let unit = match unit_rule {
             Some((pattern, rule)) => self.unit_of(unit_name(pattern, rule.role, &param.path), rule),
             // Root parameters are used all over the model, so the root unit stays gathered, as in FSDP2.
             None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
         };
-        let spec = rules.iter().rev().find_map(|(_, rule)| rule.spec.as_ref());
-        let layout = match spec {
-            Some(axes) => {
-                PartitionSpec::parse(axes.iter().map(Option::as_deref)).resolve(&path, &param.shape, &self.mesh)?
-            }
-            None => PartitionSpec::default().resolve(&path, &param.shape, &self.mesh)?,
-        };
-        let replicated = self.stage == Stage::Ddp || rules.iter().any(|(_, rule)| rule.replicate);
+        let replicated = self.stage == Stage::Ddp || replicated;
         self.units[unit].params.push(self.params.len());
-        self.params.push(PlannedParam { path, unit, trainable: param.trainable, layout, replicated });
+        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, also };
+        let bytes = 4 * planned.layout.full_len() as u64;
+        if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
+            self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });
+        }
+        self.params.push(planned);
         Ok(())
+    }
+
+    /// How the rules cut a parameter, and whether they replicate it; `None` where it is ignored.
+    fn cut(&self, rules: &Rules, path: &str, shape: &[usize]) -> Result<Option<(ShardLayout, bool)>, PlanError> {
+        if rules.iter().any(|(_, rule)| rule.role == Role::Ignore) {
+            return Ok(None);
+        }
+        let spec = match rules.iter().rev().find_map(|(_, rule)| rule.spec.as_ref()) {
+            Some(axes) => PartitionSpec::parse(axes.iter().map(Option::as_deref)),
+            None => PartitionSpec::default(),
+        };
+        let layout = spec.resolve(path, shape, &self.mesh)?;
+        Ok(Some((layout, rules.iter().any(|(_, rule)| rule.replicate))))
     }
 
     fn unit_of(&mut self, name: String, rule: &FieldRule) -> UnitIndex {
@@ -337,6 +391,30 @@ impl Plan {
 impl From<&crate::PrefetchConfig> for PrefetchDepth {
     fn from(config: &crate::PrefetchConfig) -> Self {
         Self { forward: config.forward, backward: config.backward, max_bytes: config.max_bytes }
+    }
+}
+
+/// The rules that match one parameter, with their paths: the longest, which is the innermost and wins, is the last.
+type Rules<'a> = Vec<(&'a Vec<String>, &'a FieldRule)>;
+
+fn rules_of<'a>(policy: &'a WrapPolicy, path: &[String], matched: &mut [bool]) -> Rules<'a> {
+    let mut rules = Rules::new();
+    for (index, (pattern, rule)) in policy.rules().iter().enumerate() {
+        if matches(pattern, path) {
+            matched[index] = true;
+            rules.push((pattern, rule));
+        }
+    }
+    rules.sort_by_key(|(pattern, _)| pattern.len());
+    rules
+}
+
+/// In words, what the rules make of a parameter.
+fn told(cut: &Option<(ShardLayout, bool)>) -> String {
+    match cut {
+        None => "ignored".into(),
+        Some((_, true)) => "replicated".into(),
+        Some((layout, false)) => format!("cut along dimension {}", layout.dim()),
     }
 }
 
@@ -391,6 +469,7 @@ mod tests {
             path: path.split('.').map(str::to_owned).collect(),
             shape: shape.to_vec(),
             trainable: true,
+            ..ParamSpec::default()
         };
         list.iter().map(param).collect()
     }
@@ -443,6 +522,65 @@ mod tests {
         let plan = Plan::new(&policy, &list, &Mesh::one_dim(2), Stage::Parameters).unwrap();
         assert_eq!(plan.warnings(), [PlanWarning::LargeUnit { unit: "a".into(), share: 0.9 }]);
         assert!(plan.warnings()[0].to_string().contains("`a` holds 90%"));
+    }
+
+    #[test]
+    fn a_large_table_that_its_op_holds_warns_unless_it_stays_gathered_anyway() {
+        let table = |rows: usize| ParamSpec { held_by_op: true, ..params(&[("tokens.w", &[rows, 256])]).remove(0) };
+        let rest = params(&[("a.w", &[2000, 256]), ("b.w", &[2000, 256])]);
+        let warnings = |rule: FieldRule, rows: usize, stage| {
+            let policy = WrapPolicy::new().field("tokens", rule).field("a", FieldRule::unit());
+            let list = [&[table(rows)], &rest[..]].concat();
+            Plan::new(&policy, &list, &Mesh::one_dim(2), stage).unwrap().warnings().to_vec()
+        };
+        let held = warnings(FieldRule::unit(), 1024, Stage::Parameters);
+        assert_eq!(held, [PlanWarning::HeldTable { path: "tokens.w".into(), bytes: 1 << 20 }]);
+        assert!(held[0].to_string().contains("`tokens.w`") && held[0].to_string().contains("1.0 MiB"), "{}", held[0]);
+        for (rule, rows, stage) in [
+            (FieldRule::unit(), 1023, Stage::Parameters),
+            (FieldRule::unit().keep(), 1024, Stage::Parameters),
+            (FieldRule::unit().replicate(), 1024, Stage::Parameters),
+            (FieldRule::unit(), 1024, Stage::Gradients),
+        ] {
+            assert_eq!(warnings(rule, rows, stage), []);
+        }
+    }
+
+    /// A table in a unit that is tied to the parameter of a head.
+    fn tied(table: FieldRule, head: FieldRule) -> Result<Plan, PlanError> {
+        let policy = WrapPolicy::new().field("tokens", table).field("block", FieldRule::unit()).field("head", head);
+        let mut list = params(&[("tokens.w", &[6, 4]), ("block.w", &[6, 4]), ("norm.w", &[4])]);
+        list[0].also.push(vec!["head".into(), "w".into()]);
+        Plan::new(&policy, &list, &Mesh::one_dim(2), Stage::Parameters)
+    }
+
+    #[test]
+    fn a_tied_parameter_is_planned_once_and_the_table_says_where_else_it_is_used() {
+        let plan = tied(FieldRule::unit(), FieldRule::unit().keep()).unwrap();
+        assert_eq!((plan.num_params(), plan.params().len(), plan.warnings()), (52, 3, &[][..]));
+        let expected = "\
+unit    parameters  logical  local
+tokens           1       24     12  also used as head.w
+block            1       24     12
+root             1        4      2  stays gathered
+total            3       52     26  elements
+";
+        assert_eq!(plan.table(0), expected);
+        let ignored = tied(FieldRule::ignore(), FieldRule::ignore()).unwrap();
+        assert_eq!(ignored.ignored(), ["tokens.w", "head.w"]);
+    }
+
+    #[test]
+    fn fields_of_one_parameter_that_say_different_things_are_refused() {
+        let columns = FieldRule::unit().spec([None, Some("shard")]);
+        for (head, as_head) in
+            [(FieldRule::root().replicate(), "replicated"), (FieldRule::ignore(), "ignored"), (columns, "dimension 1")]
+        {
+            let error = tied(FieldRule::unit(), head).unwrap_err().to_string();
+            for part in ["`head.w`", "`tokens.w`", "tied weights", as_head, "cut along dimension 0"] {
+                assert!(error.contains(part), "{error:?} lacks {part:?}");
+            }
+        }
     }
 
     #[test]

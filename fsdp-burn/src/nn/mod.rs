@@ -2,7 +2,10 @@
 //! those of Burn's.
 
 mod dropout;
+mod embedding;
 mod gelu;
 
 pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub(crate) use embedding::HOLDS_INDICES_ONLY;
 pub use gelu::gelu;

@@ -260,17 +260,6 @@ fn pair(device: &Device) -> Pair {
 }
 
 #[test]
-fn tied_weights_are_refused_before_the_first_step() {
-    for stage in Stage::ALL {
-        let error = failure(config(stage, 2), |rank| {
-            let a = LinearConfig::new(4, 4).init(&rank.device());
-            rank.shard(Pair { b: a.clone(), a }).map(|_| ())
-        });
-        assert_contains(&error, &["`b.weight`", "`a.weight`", "tied weights"]);
-    }
-}
-
-#[test]
 fn a_model_with_adapters_is_refused_by_name() {
     let error = failure(config(Stage::Parameters, 2), |rank| {
         let device = rank.device();

@@ -5,6 +5,7 @@
 
 mod common;
 mod control_flow;
+mod embedding;
 mod failure;
 mod numbers;
 mod optimizers;
@@ -12,5 +13,6 @@ mod parity;
 mod recompute;
 mod recovery;
 mod shapes;
+mod tied;
 mod trace;
 mod traffic;

@@ -146,7 +146,7 @@ matrix! {
 }
 
 /// A parameter that says which rank initialised it.
-fn watched(rank: usize, device: &Device, log: &Arc<Mutex<Vec<usize>>>) -> Param<Tensor<2>> {
+pub(crate) fn watched(rank: usize, device: &Device, log: &Arc<Mutex<Vec<usize>>>) -> Param<Tensor<2>> {
     let log = log.clone();
     let init = move |device: &Device, require_grad: bool| {
         log.lock().unwrap().push(rank);

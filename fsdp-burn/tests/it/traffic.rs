@@ -7,19 +7,20 @@ use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial};
 use crate::common::run::{Optimizer, config, share, start_on};
 
 /// Operations by rank, and bytes over all ranks, of one step after the order of units is known.
-struct Counted {
-    all_reduce: u64,
-    all_gather: u64,
-    reduce_scatter: u64,
-    sent_bytes: u64,
+pub(crate) struct Counted {
+    pub(crate) all_reduce: u64,
+    pub(crate) all_gather: u64,
+    pub(crate) reduce_scatter: u64,
+    pub(crate) sent_bytes: u64,
     /// Bytes of reduce-scatters alone.
-    reduced_bytes: u64,
+    pub(crate) reduced_bytes: u64,
 }
 
 /// The kinds of collectives that a step may use at all.
 const KINDS: [OpKind; 3] = [OpKind::AllReduce, OpKind::AllGather, OpKind::ReduceScatter];
 
-fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Plan) {
+/// Counts one step of `M`; `recompute` builds it on a device that checkpoints.
+pub(crate) fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Plan) {
     // Nobody asks for the gradient norm, which would be one message more.
     let training = TrainingConfig { non_finite: NonFinite::Propagate, ..config.training.clone() };
     let config = Config { training, ..config.clone() };

@@ -45,14 +45,14 @@ pub(crate) fn rows(seed: usize, rows: Range<usize>, width: usize, device: &Devic
 }
 
 /// Some rows of a matrix of random whole numbers below `limit`.
-fn classes(seed: usize, rows: Range<usize>, width: usize, limit: usize, device: &Device) -> Tensor<2, Int> {
+pub(crate) fn classes(seed: usize, rows: Range<usize>, width: usize, limit: usize, device: &Device) -> Tensor<2, Int> {
     let class = |value: &f32| (((value + 1.0) / 2.0 * limit as f32) as i64).min(limit as i64 - 1);
     let values: Vec<i64> = noise(seed as u64, rows.end * width)[rows.start * width..].iter().map(class).collect();
     Tensor::from_data(TensorData::new(values, [rows.len(), width]), device)
 }
 
 /// The mean squared difference from noise of the same shape.
-fn distance(output: Tensor<2>, seed: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+pub(crate) fn distance(output: Tensor<2>, seed: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
     let width = output.dims()[1];
     MseLoss::new().forward(output, rows(seed + 1000, samples, width, device), Reduction::Mean)
 }

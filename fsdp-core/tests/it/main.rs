@@ -1,5 +1,10 @@
 //! Tests of the crate from outside, in one binary.
 
+mod checkpoint;
+mod checkpoint_damage;
+mod checkpoint_failure;
+mod checkpoint_kill;
+mod checkpoint_state;
 mod conformance;
 mod failure;
 mod schedule;

@@ -1,0 +1,3 @@
+//! The command `fsdp`.
+
+fn main() {}

@@ -56,8 +56,8 @@ impl Checkpoint {
                 None => missing.push(expected.clone()),
                 Some(tensor) => {
                     found.insert(&tensor.name);
-                    let is_alike = tensor.shape == expected.shape
-                        && expected.dtype.is_none_or(|dtype| dtype == tensor.dtype);
+                    let is_alike =
+                        tensor.shape == expected.shape && expected.dtype.is_none_or(|dtype| dtype == tensor.dtype);
                     if is_alike {
                         matching.push(expected.name.clone());
                     } else {
@@ -125,7 +125,9 @@ impl fmt::Display for Comparison {
             )?;
         }
         if !wrong.is_empty() {
-            f.write_str("\nWrong shapes mean another configuration of the model: use the one in the checkpoint's `config`")?;
+            f.write_str(
+                "\nWrong shapes mean another configuration of the model: use the one in the checkpoint's `config`",
+            )?;
         }
         Ok(())
     }

@@ -148,7 +148,8 @@ pub(super) fn exchange(new: &Path, old: &Path) -> Result<(), CheckpointError> {
 
 /// Bytes that the file system of `dir` would give to this user.
 pub(super) fn free_bytes(dir: &Path) -> Result<u64, CheckpointError> {
-    let stat = rustix::fs::statvfs(dir).map_err(|errno| CheckpointError::io("ask for free space in", dir)(errno.into()))?;
+    let stat =
+        rustix::fs::statvfs(dir).map_err(|errno| CheckpointError::io("ask for free space in", dir)(errno.into()))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 

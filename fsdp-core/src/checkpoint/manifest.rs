@@ -278,3 +278,126 @@ impl FileEntry {
         Err(CheckpointError::Checksum { file, expected: self.checksum.to_string(), got: got.to_string() })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn manifest() -> Manifest {
+        let file = |name: &str| FileEntry { name: name.into(), bytes: 64, checksum: Checksum::of(name.as_bytes()) };
+        let pieces = vec![Piece { file: 0, start: 0, end: 3 }, Piece { file: 1, start: 3, end: 5 }];
+        let weight = TensorEntry {
+            name: "weight".into(),
+            aliases: vec!["tied".into()],
+            kind: TensorKind::Model,
+            dtype: StoredDtype::F32,
+            shape: vec![2, 5],
+            dim: 1,
+            pieces,
+        };
+        Manifest {
+            step: u64::MAX,
+            world_size: 2,
+            mesh: Mesh::one_dim(2),
+            stage: Stage::Gradients,
+            files: vec![file("a"), file("b")],
+            tensors: vec![weight],
+            scalars: BTreeMap::from([("time".into(), 0.1.into())]),
+            sections: BTreeMap::new(),
+            ranks: vec![Value::Null, 7.into()],
+        }
+    }
+
+    fn parse(text: &[u8]) -> Result<Manifest, CheckpointError> {
+        Manifest::parse(text, Path::new("manifest.json"))
+    }
+
+    /// An envelope with the right checksum around any text.
+    fn sealed(inner: &str) -> String {
+        let checksum = Checksum::of(inner.as_bytes());
+        format!(r#"{{"format_version":1,"checksum":"{checksum}","manifest":{inner}}}"#)
+    }
+
+    #[test]
+    fn a_manifest_reads_back_equal() {
+        assert_eq!(parse(manifest().to_text().unwrap().as_bytes()).unwrap(), manifest());
+    }
+
+    #[test]
+    fn every_contradiction_is_found_although_the_checksum_is_right() {
+        type Change = fn(&mut Manifest);
+        let cases: [(Change, &str); 14] = [
+            (|m| m.world_size = 3, "the world size is 3, the mesh { shard = 2 }, and 2 ranks"),
+            (|m| m.ranks.clear(), "the world size is 2, the mesh { shard = 2 }, and 0 ranks"),
+            (|m| m.files[1].name = "a".into(), "`a` is no name of a file, or comes twice"),
+            (|m| m.files[1].name = "../a".into(), "`../a` is no name of a file, or comes twice"),
+            (|m| m.files[1].name = "..".into(), "`..` is no name of a file, or comes twice"),
+            (|m| m.files[1].name = "/a".into(), "`/a` is no name of a file, or comes twice"),
+            (|m| m.files[0].name = "manifest.json".into(), "`manifest.json` is no name of a file, or comes twice"),
+            (|m| m.tensors[0].aliases.push("weight".into()), "the name `weight` comes twice"),
+            (|m| m.tensors[0].dim = 2, "`weight` is cut along dimension 2, but has shape [2, 5]"),
+            (|m| m.tensors[0].pieces[1].start = 2, "`weight`: rows 2 to 5 come where row 3 is due"),
+            (|m| m.tensors[0].pieces[1].end = 4, "`weight` has 5 rows along dimension 1, but 4 are stored"),
+            (|m| m.tensors[0].pieces[1].file = 2, "`weight`: file number 2 does not exist, or comes twice"),
+            (|m| m.tensors[0].pieces[1].file = 0, "`weight`: file number 0 does not exist, or comes twice"),
+            (
+                |m| m.tensors[0].shape = vec![0, usize::MAX, 2],
+                "`weight` of shape [0, 18446744073709551615, 2] is larger than any memory",
+            ),
+        ];
+        for (change, problem) in cases {
+            let mut manifest = manifest();
+            change(&mut manifest);
+            let error = parse(manifest.to_text().unwrap().as_bytes()).unwrap_err().to_string();
+            assert_eq!(error, format!("manifest.json: the manifest is damaged: {problem}; use another checkpoint"));
+        }
+    }
+
+    #[test]
+    fn keys_that_this_version_does_not_know_are_refused() {
+        let text = serde_json::to_string(&manifest()).unwrap().replacen("\"step\"", "\"news\":1,\"step\"", 1);
+        let error = parse(sealed(&text).as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("unknown field `news`"), "{error}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_bytes_make_the_parser_panic(text in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = parse(&text);
+        }
+
+        #[test]
+        fn any_change_is_refused_by_the_checksum(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            let text = manifest().to_text().unwrap().into_bytes();
+            let mut changed = text.clone();
+            let at = at.index(text.len());
+            changed[at] = byte;
+            if let Ok(read) = parse(&changed) {
+                prop_assert_eq!(read, manifest(), "blanks around the manifest do not matter");
+            }
+        }
+
+        #[test]
+        fn whatever_passes_its_checksum_cannot_overflow(
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), prop::sample::select(&b"0123456789[],-.eE"[..])), 1..8),
+        ) {
+            let mut text = serde_json::to_vec(&manifest()).unwrap();
+            for (at, byte) in changes {
+                let at = at.index(text.len());
+                text[at] = byte;
+            }
+            let Ok(text) = String::from_utf8(text) else { return Ok(()) };
+            if let Ok(manifest) = parse(sealed(&text).as_bytes()) {
+                for tensor in &manifest.tensors {
+                    let rows: usize = tensor.pieces.iter().map(|piece| piece.end - piece.start).sum();
+                    prop_assert!(tensor.full_len() == 0 || rows == tensor.shape.get(tensor.dim).copied().unwrap_or(1));
+                    prop_assert!(tensor.full_bytes() <= isize::MAX as u64);
+                }
+            }
+        }
+    }
+}

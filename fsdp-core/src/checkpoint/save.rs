@@ -147,8 +147,17 @@ fn save_in(
     let Snapshot { mesh, stage, tensors, scalars, sections, rank_state, pinned, .. } = snapshot;
     let (files, ranks, scalars_of_all) = Default::default();
     let world_size = mesh.world_size();
-    let manifest =
-        Manifest { step, world_size, mesh, stage, files, tensors: Vec::new(), scalars: scalars_of_all, sections, ranks };
+    let manifest = Manifest {
+        step,
+        world_size,
+        mesh,
+        stage,
+        files,
+        tensors: Vec::new(),
+        scalars: scalars_of_all,
+        sections,
+        ranks,
+    };
     let written = write(&root.saving_dir(step), &manifest, rank, tensors);
     let table = written.map(|(file, tensors)| Table { file, tensors, scalars, rank_state });
     let tables = agree(comm, &tag("save: write"), "saving", table)?;

@@ -191,7 +191,8 @@ fn a_comparison_lists_all_differences_with_remedies() {
     let dir = tempfile::tempdir().unwrap();
     save_on(dir.path(), 1, &Mesh::one_dim(2), SaveOptions::default());
     let checkpoint = Checkpoint::newest(dir.path(), Verify::Sizes).unwrap();
-    let expect = |name: &str, shape: &[usize], dtype| ExpectedTensor { name: name.into(), shape: shape.to_vec(), dtype };
+    let expect =
+        |name: &str, shape: &[usize], dtype| ExpectedTensor { name: name.into(), shape: shape.to_vec(), dtype };
     let all: Vec<_> = tensors().iter().map(|tensor| expect(tensor.name, &tensor.shape, Some(tensor.dtype))).collect();
     checkpoint.compare(&all, &[TensorKind::Model, TensorKind::Optimizer]).strict().unwrap();
 
@@ -211,7 +212,10 @@ fn a_comparison_lists_all_differences_with_remedies() {
     assert_eq!(comparison.matching.len(), 6);
     let text = comparison.strict().unwrap_err().to_string();
     let (first, rest) = text.split_once('\n').unwrap();
-    assert!(first.ends_with("step-1 does not fit the model: 6 tensors match, 2 are missing, 1 extra, 2 wrong"), "{first}");
+    assert!(
+        first.ends_with("step-1 does not fit the model: 6 tensors match, 2 are missing, 1 extra, 2 wrong"),
+        "{first}"
+    );
     assert_eq!(
         rest,
         "  missing: `blocks.1.column` [7]

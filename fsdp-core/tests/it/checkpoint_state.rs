@@ -103,9 +103,8 @@ pub(crate) fn snapshot(step: u64, mesh: &Mesh, rank: usize) -> Snapshot<'static>
 /// Saves the state after a step, on every rank of a world.
 pub(crate) fn save_on(root: &Path, step: u64, mesh: &Mesh, options: SaveOptions) -> Saved {
     let (root, ranks_mesh) = (root.to_owned(), mesh.clone());
-    let saved = each_rank(mesh.world_size(), move |comm| {
-        save(comm, &root, snapshot(step, &ranks_mesh, comm.rank()), &options)
-    });
+    let saved =
+        each_rank(mesh.world_size(), move |comm| save(comm, &root, snapshot(step, &ranks_mesh, comm.rank()), &options));
     let mut saved: Vec<_> = saved.into_iter().map(|saved| saved.unwrap()).collect();
     assert!(saved.iter().all(|other| *other == saved[0]), "all ranks are told the same");
     saved.remove(0)

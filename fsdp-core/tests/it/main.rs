@@ -4,6 +4,8 @@ mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_failure;
 mod checkpoint_kill;
+#[cfg(feature = "cli")]
+mod checkpoint_out;
 mod checkpoint_state;
 mod conformance;
 mod failure;

@@ -86,6 +86,7 @@ impl<'a> NewFile<'a> {
 
     /// Asks for the room of the whole file, so that a full disk is known before anything is written. File systems that
     /// cannot promise room are taken as they are.
+    #[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
     pub(super) fn reserve(&mut self, num_bytes: u64) -> Result<(), CheckpointError> {
         #[cfg(target_os = "linux")]
         if num_bytes > 0 {

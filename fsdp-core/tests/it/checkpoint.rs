@@ -1,5 +1,7 @@
 //! Checkpoints that are whole: what is saved on one world is read on any other, bit by bit.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::num::NonZeroUsize;

@@ -1,5 +1,7 @@
 //! Checkpoints that were damaged: refused with a reason, passed over for the last good one, and never read wrongly.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use std::fs::{self, OpenOptions};
 use std::path::Path;
 

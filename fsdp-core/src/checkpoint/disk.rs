@@ -2,7 +2,10 @@
 
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+#[cfg(target_os = "linux")]
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -11,8 +14,14 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::CheckpointError;
 
-/// How much is hashed and written, or read, at a time: fits the cache, and is long enough for a disk.
-pub(super) const CHUNK_BYTES: usize = 1 << 20;
+/// How much is written at a time: enough to keep a disk busy, little beside the state.
+const CHUNK_BYTES: usize = 8 << 20;
+
+/// How much is read at a time for a checksum: fits the cache.
+const HASHED_BYTES: usize = 1 << 20;
+
+/// What direct writes must be a multiple of, in memory, in the file and in size: the pages of any disk in use.
+const ALIGNMENT: usize = 4096;
 
 /// XXH3 with 64 bits over a file: finds damage, not malice. As text, 16 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,7 +37,7 @@ impl Checksum {
     pub(super) fn of_file(path: &Path) -> Result<Self, CheckpointError> {
         let mut file = File::open(path).map_err(CheckpointError::io("open", path))?;
         let mut hasher = Xxh3Default::new();
-        let mut chunk = vec![0; CHUNK_BYTES];
+        let mut chunk = vec![0; HASHED_BYTES];
         loop {
             match file.read(&mut chunk) {
                 Ok(0) => return Ok(Self(hasher.digest())),
@@ -71,45 +80,78 @@ impl FromStr for Checksum {
 }
 
 /// A new file that is hashed while it is written. What is written before [`NewFile::finish`] may be lost in a crash.
+///
+/// Past the page cache, where the file system can: state is written once and not read soon, and the copies that the system
+/// would make and write later cost a training run more than the writing itself.
 pub(super) struct NewFile<'a> {
     path: &'a Path,
     file: File,
     hasher: Xxh3Default,
     num_bytes: u64,
+    /// What waits until a chunk is full, from `start`, an aligned address.
+    memory: Vec<u8>,
+    start: usize,
+    len: usize,
 }
 
 impl<'a> NewFile<'a> {
     pub(super) fn create(path: &'a Path) -> Result<Self, CheckpointError> {
-        let file = File::create_new(path).map_err(CheckpointError::io("create", path))?;
-        Ok(Self { path, file, hasher: Xxh3Default::new(), num_bytes: 0 })
+        let mut options = File::options();
+        options.write(true).create_new(true);
+        #[cfg(target_os = "linux")]
+        let direct = options.clone().custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32).open(path);
+        #[cfg(not(target_os = "linux"))]
+        let direct: io::Result<File> = Err(io::ErrorKind::InvalidInput.into());
+        let file = match direct {
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                // Some systems create the file before they refuse the flag.
+                let _ = fs::remove_file(path);
+                options.open(path)
+            }
+            file => file,
+        };
+        let file = file.map_err(CheckpointError::io("create", path))?;
+        let memory = vec![0; CHUNK_BYTES + ALIGNMENT];
+        let start = memory.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
+        Ok(Self { path, file, hasher: Xxh3Default::new(), num_bytes: 0, memory, start, len: 0 })
     }
 
-    /// Asks for the room of the whole file, so that a full disk is known before anything is written. File systems that
-    /// cannot promise room are taken as they are.
-    #[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
-    pub(super) fn reserve(&mut self, num_bytes: u64) -> Result<(), CheckpointError> {
-        #[cfg(target_os = "linux")]
-        if num_bytes > 0 {
-            use rustix::{fs, io::Errno};
-            let promised = fs::fallocate(&self.file, fs::FallocateFlags::KEEP_SIZE, 0, num_bytes);
-            if let Err(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) = promised {
-                return Err(CheckpointError::io("reserve room for", self.path)(errno.into()));
+    pub(super) fn write(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
+        while !bytes.is_empty() {
+            let (now, later) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.len));
+            let at = self.start + self.len;
+            self.memory[at..at + now.len()].copy_from_slice(now);
+            self.len += now.len();
+            bytes = later;
+            if self.len == CHUNK_BYTES {
+                self.write_chunk()?;
             }
         }
         Ok(())
     }
 
-    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
-        for chunk in bytes.chunks(CHUNK_BYTES) {
-            self.hasher.update(chunk);
-            self.file.write_all(chunk).map_err(CheckpointError::io("write", self.path))?;
+    /// Writes what waits, with zeros up to an aligned size.
+    fn write_chunk(&mut self) -> Result<(), CheckpointError> {
+        let chunk = &mut self.memory[self.start..];
+        self.hasher.update(&chunk[..self.len]);
+        let padded = self.len.next_multiple_of(ALIGNMENT);
+        chunk[self.len..padded].fill(0);
+        let mut written = self.file.write_all_at(&chunk[..padded], self.num_bytes);
+        if written.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::InvalidInput) {
+            // The disk asks for more than was known when the file was made: go through the page cache.
+            written = rustix::fs::fcntl_setfl(&self.file, rustix::fs::OFlags::empty()).map_err(io::Error::from);
+            written = written.and_then(|()| self.file.write_all_at(&chunk[..padded], self.num_bytes));
         }
-        self.num_bytes += bytes.len() as u64;
+        written.map_err(CheckpointError::io("write", self.path))?;
+        self.num_bytes += self.len as u64;
+        self.len = 0;
         Ok(())
     }
 
     /// Returns when all is on the disk: the size in bytes, and the checksum.
-    pub(super) fn finish(self) -> Result<(u64, Checksum), CheckpointError> {
+    pub(super) fn finish(mut self) -> Result<(u64, Checksum), CheckpointError> {
+        self.write_chunk()?;
+        self.file.set_len(self.num_bytes).map_err(CheckpointError::io("cut the padding of", self.path))?;
         self.file.sync_all().map_err(CheckpointError::io("flush", self.path))?;
         Ok((self.num_bytes, Checksum(self.hasher.digest())))
     }

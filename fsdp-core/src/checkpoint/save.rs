@@ -213,11 +213,9 @@ fn write(
     let path = dir.join(&name);
     let in_file: Vec<FileTensor<'_>> =
         blocks.iter().map(|&(entry, _)| entries[entry].piece_in_file(&entries[entry].pieces[0])).collect();
-    let header = header_bytes(&in_file, &self_description(manifest.step, rank, &entries)?, &path)?;
+    let description = self_description(manifest.step, rank, &entries);
     let mut file = NewFile::create(&path)?;
-    let data_bytes: u64 = in_file.iter().map(|tensor| tensor.num_bytes() as u64).sum();
-    file.reserve(header.len() as u64 + data_bytes)?;
-    file.write(&header)?;
+    file.write(&header_bytes(&in_file, &description, &path)?)?;
     for ((_, data), tensor) in blocks.into_iter().zip(&in_file) {
         file.write(&data.into_bytes(tensor.name, tensor.num_bytes())?)?;
     }
@@ -227,23 +225,19 @@ fn write(
 
 /// What the file says of itself to a reader without the manifest: for each tensor its logical shape, and the first row
 /// of which dimension its piece begins with.
-fn self_description(
-    step: u64,
-    rank: usize,
-    entries: &[TensorEntry],
-) -> Result<BTreeMap<String, String>, CheckpointError> {
+fn self_description(step: u64, rank: usize, entries: &[TensorEntry]) -> BTreeMap<String, String> {
     let described = |entry: &TensorEntry| {
         let piece = entry.pieces.first()?;
         let place = serde_json::json!({ "shape": entry.shape, "dim": entry.dim, "start": piece.start });
         Some((entry.name.clone(), place))
     };
     let pieces: serde_json::Map<String, Value> = entries.iter().filter_map(described).collect();
-    Ok(BTreeMap::from([
+    BTreeMap::from([
         ("format".to_owned(), "fsdp-shard".to_owned()),
         ("step".to_owned(), step.to_string()),
         ("rank".to_owned(), rank.to_string()),
         ("pieces".to_owned(), Value::from(pieces).to_string()),
-    ]))
+    ])
 }
 
 /// On rank 0: puts the tables together, and makes the directory a checkpoint.

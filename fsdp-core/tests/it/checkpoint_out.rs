@@ -171,7 +171,7 @@ fn consolidating_needs_memory_for_a_part_of_a_tensor_and_not_for_the_model() {
     assert!(results.iter().all(Result::is_ok), "{results:?}");
     let run = |limit_kib: usize, out: &str| {
         let line = format!("ulimit -v {limit_kib}; exec \"$0\" consolidate \"$1\" \"$1/{out}\"");
-        Command::new("sh").args(["-c", &line, env!("CARGO_BIN_EXE_fsdp")]).arg(dir.path()).status().unwrap()
+        Command::new("sh").args(["-c", &line, env!("CARGO_BIN_EXE_fsdp")]).arg(dir.path()).output().unwrap().status
     };
     assert!(run(TENSOR_BYTES >> 10, "out.safetensors").success(), "less than one tensor is enough for four");
     assert!(!run(16 << 10, "small.safetensors").success(), "the limit is felt");

@@ -6,7 +6,7 @@ use std::fs;
 use std::iter;
 use std::path::{Path, PathBuf};
 
-use super::disk::{NewFile, create_dir, free_bytes, rename, sync_dir, write_atomic};
+use super::disk::{NewFile, Via, create_dir, free_bytes, rename, sync_dir, write_atomic};
 use super::header::{FileTensor, header_bytes};
 use super::manifest::{TensorEntry, TensorKind};
 use super::{Checkpoint, CheckpointError};
@@ -166,7 +166,7 @@ fn write_file(checkpoint: &Checkpoint, path: &Path, tensors: &[Named<'_>]) -> Re
 
     // Left by a run that was killed here.
     let _ = fs::remove_file(path);
-    let mut file = NewFile::create(path)?;
+    let mut file = NewFile::create(path, Via::Cache)?;
     file.write(&header_bytes(&in_file, &metadata, path)?)?;
     let mut block = Vec::new();
     for (_, tensor) in &tensors {

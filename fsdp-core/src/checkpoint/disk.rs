@@ -4,8 +4,6 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
-#[cfg(target_os = "linux")]
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -14,11 +12,11 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::CheckpointError;
 
-/// How much is written at a time: enough to keep a disk busy, little beside the state.
-const CHUNK_BYTES: usize = 8 << 20;
+/// How much is hashed and written, or read, at a time: fits the cache.
+const CHUNK_BYTES: usize = 1 << 20;
 
-/// How much is read at a time for a checksum: fits the cache.
-const HASHED_BYTES: usize = 1 << 20;
+/// How much is written at a time past the page cache: enough to keep a disk busy, little beside the state.
+const DIRECT_BYTES: usize = 8 << 20;
 
 /// What direct writes must be a multiple of, in memory, in the file and in size: the pages of any disk in use.
 const ALIGNMENT: usize = 4096;
@@ -37,7 +35,7 @@ impl Checksum {
     pub(super) fn of_file(path: &Path) -> Result<Self, CheckpointError> {
         let mut file = File::open(path).map_err(CheckpointError::io("open", path))?;
         let mut hasher = Xxh3Default::new();
-        let mut chunk = vec![0; HASHED_BYTES];
+        let mut chunk = vec![0; CHUNK_BYTES];
         loop {
             match file.read(&mut chunk) {
                 Ok(0) => return Ok(Self(hasher.digest())),
@@ -79,82 +77,114 @@ impl FromStr for Checksum {
     }
 }
 
+/// How a file is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Via {
+    /// Through the page cache: as fast as the disk is, since the system keeps it busy; costs processors for its copies.
+    Cache,
+    /// Past it, where the file system can: about a fifth of the processor time, for when others compute meanwhile. Slower
+    /// on disks that want many requests at once.
+    Direct,
+}
+
 /// A new file that is hashed while it is written. What is written before [`NewFile::finish`] may be lost in a crash.
-///
-/// Past the page cache, where the file system can: state is written once and not read soon, and the copies that the system
-/// would make and write later cost a training run more than the writing itself.
 pub(super) struct NewFile<'a> {
     path: &'a Path,
     file: File,
     hasher: Xxh3Default,
     num_bytes: u64,
-    /// What waits until a chunk is full, from `start`, an aligned address.
+    /// What waits for a direct write; `None` where writes go through the cache.
+    waiting: Option<Waiting>,
+}
+
+/// The first `len` bytes from `start`, an aligned address.
+struct Waiting {
     memory: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl<'a> NewFile<'a> {
-    pub(super) fn create(path: &'a Path) -> Result<Self, CheckpointError> {
-        let mut options = File::options();
-        options.write(true).create_new(true);
-        #[cfg(target_os = "linux")]
-        let direct = options.clone().custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32).open(path);
-        #[cfg(not(target_os = "linux"))]
-        let direct: io::Result<File> = Err(io::ErrorKind::InvalidInput.into());
-        let file = match direct {
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                // Some systems create the file before they refuse the flag.
-                let _ = fs::remove_file(path);
-                options.open(path)
-            }
-            file => file,
+    pub(super) fn create(path: &'a Path, via: Via) -> Result<Self, CheckpointError> {
+        let opened = match via {
+            Via::Direct => open_direct(path),
+            Via::Cache => None,
         };
-        let file = file.map_err(CheckpointError::io("create", path))?;
-        let memory = vec![0; CHUNK_BYTES + ALIGNMENT];
-        let start = memory.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
-        Ok(Self { path, file, hasher: Xxh3Default::new(), num_bytes: 0, memory, start, len: 0 })
+        let waiting = opened.as_ref().map(|_| {
+            let memory = vec![0; DIRECT_BYTES + ALIGNMENT];
+            let start = memory.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
+            Waiting { memory, start, len: 0 }
+        });
+        let file = opened.map_or_else(|| File::create_new(path), Ok).map_err(CheckpointError::io("create", path))?;
+        Ok(Self { path, file, hasher: Xxh3Default::new(), num_bytes: 0, waiting })
     }
 
     pub(super) fn write(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
         while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.len));
-            let at = self.start + self.len;
-            self.memory[at..at + now.len()].copy_from_slice(now);
-            self.len += now.len();
+            let room = self.waiting.as_ref().map_or(CHUNK_BYTES, |waiting| DIRECT_BYTES - waiting.len);
+            let (now, later) = bytes.split_at(bytes.len().min(room));
             bytes = later;
-            if self.len == CHUNK_BYTES {
-                self.write_chunk()?;
+            self.hasher.update(now);
+            match &mut self.waiting {
+                Some(waiting) => {
+                    let at = waiting.start + waiting.len;
+                    waiting.memory[at..at + now.len()].copy_from_slice(now);
+                    waiting.len += now.len();
+                    if waiting.len == DIRECT_BYTES {
+                        self.write_waiting()?;
+                    }
+                }
+                None => {
+                    self.file.write_all_at(now, self.num_bytes).map_err(CheckpointError::io("write", self.path))?;
+                    self.num_bytes += now.len() as u64;
+                }
             }
         }
         Ok(())
     }
 
     /// Writes what waits, with zeros up to an aligned size.
-    fn write_chunk(&mut self) -> Result<(), CheckpointError> {
-        let chunk = &mut self.memory[self.start..];
-        self.hasher.update(&chunk[..self.len]);
-        let padded = self.len.next_multiple_of(ALIGNMENT);
-        chunk[self.len..padded].fill(0);
-        let mut written = self.file.write_all_at(&chunk[..padded], self.num_bytes);
+    fn write_waiting(&mut self) -> Result<(), CheckpointError> {
+        let Some(Waiting { memory, start, len }) = &mut self.waiting else { return Ok(()) };
+        let padded = len.next_multiple_of(ALIGNMENT);
+        memory[*start + *len..*start + padded].fill(0);
+        let chunk = &memory[*start..*start + padded];
+        let mut written = self.file.write_all_at(chunk, self.num_bytes);
         if written.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::InvalidInput) {
             // The disk asks for more than was known when the file was made: go through the page cache.
             written = rustix::fs::fcntl_setfl(&self.file, rustix::fs::OFlags::empty()).map_err(io::Error::from);
-            written = written.and_then(|()| self.file.write_all_at(&chunk[..padded], self.num_bytes));
+            written = written.and_then(|()| self.file.write_all_at(chunk, self.num_bytes));
         }
         written.map_err(CheckpointError::io("write", self.path))?;
-        self.num_bytes += self.len as u64;
-        self.len = 0;
+        self.num_bytes += *len as u64;
+        *len = 0;
         Ok(())
     }
 
     /// Returns when all is on the disk: the size in bytes, and the checksum.
     pub(super) fn finish(mut self) -> Result<(u64, Checksum), CheckpointError> {
-        self.write_chunk()?;
+        self.write_waiting()?;
         self.file.set_len(self.num_bytes).map_err(CheckpointError::io("cut the padding of", self.path))?;
         self.file.sync_all().map_err(CheckpointError::io("flush", self.path))?;
         Ok((self.num_bytes, Checksum(self.hasher.digest())))
     }
+}
+
+/// A new file past the page cache; `None` where the system has no such thing, or fails, which then shows again.
+fn open_direct(path: &Path) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        let flag = rustix::fs::OFlags::DIRECT.bits() as i32;
+        let opened = File::options().write(true).create_new(true).custom_flags(flag).open(path);
+        if opened.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::InvalidInput) {
+            // Some file systems create the file before they refuse the flag.
+            let _ = fs::remove_file(path);
+        }
+        opened.ok()
+    }
+    #[cfg(not(target_os = "linux"))]
+    None
 }
 
 /// Makes the names in a directory durable.
@@ -201,7 +231,7 @@ pub(super) fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
     let temporary = path.with_extension("new");
     // Left by a run that was killed here.
     let _ = fs::remove_file(&temporary);
-    let mut file = NewFile::create(&temporary)?;
+    let mut file = NewFile::create(&temporary, Via::Cache)?;
     file.write(bytes)?;
     file.finish()?;
     rename(&temporary, path)

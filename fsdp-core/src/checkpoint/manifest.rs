@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use super::disk::{Checksum, NewFile};
+use super::disk::{Checksum, NewFile, Via};
 use super::{CheckpointError, StoredDtype};
 use crate::{Mesh, Stage};
 
@@ -189,7 +189,7 @@ impl Manifest {
         let damaged = |problem: String| CheckpointError::Manifest { file: path.clone(), problem };
         self.problem().map_or(Ok(()), |problem| Err(damaged(problem)))?;
         let text = self.to_text().map_err(|error| damaged(error.to_string()))?;
-        let mut file = NewFile::create(&path)?;
+        let mut file = NewFile::create(&path, Via::Cache)?;
         file.write(text.as_bytes())?;
         Ok(file.finish()?.0)
     }

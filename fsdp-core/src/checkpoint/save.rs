@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::agree::agree;
-use super::disk::{NewFile, free_bytes};
+use super::disk::{NewFile, Via, free_bytes};
 use super::header::{FileTensor, header_bytes};
 use super::manifest::{FileEntry, Manifest, Piece, TensorEntry};
 use super::root::{PINNED_FILE, Root};
@@ -108,9 +108,20 @@ pub fn save(
     snapshot: Snapshot<'_>,
     options: &SaveOptions,
 ) -> Result<Saved, CheckpointError> {
-    let root = Root::new(root.as_ref());
+    save_via(comm, root.as_ref(), snapshot, options, Via::Cache)
+}
+
+/// As [`save`], with a choice of how files are written.
+pub(super) fn save_via(
+    comm: &dyn Communicator,
+    root: &Path,
+    snapshot: Snapshot<'_>,
+    options: &SaveOptions,
+    via: Via,
+) -> Result<Saved, CheckpointError> {
+    let root = Root::new(root);
     let step = snapshot.step;
-    let result = save_in(comm, &root, snapshot, options);
+    let result = save_in(comm, &root, snapshot, options, via);
     if comm.rank() == 0 && result.is_err() {
         root.discard(step);
     }
@@ -132,6 +143,7 @@ fn save_in(
     root: &Root,
     snapshot: Snapshot<'_>,
     options: &SaveOptions,
+    via: Via,
 ) -> Result<Saved, CheckpointError> {
     let (rank, step) = (comm.rank(), snapshot.step);
     let tag = |what| OpTag::new(step, Phase::Checkpoint, what);
@@ -158,7 +170,7 @@ fn save_in(
         sections,
         ranks,
     };
-    let written = write(&root.saving_dir(step), &manifest, rank, tensors);
+    let written = write(&root.saving_dir(step), &manifest, rank, tensors, via);
     let table = written.map(|(file, tensors)| Table { file, tensors, scalars, rank_state });
     let tables = agree(comm, &tag("save: write"), "saving", table)?;
 
@@ -191,6 +203,7 @@ fn write(
     manifest: &Manifest,
     rank: usize,
     tensors: Vec<TensorBlock<'_>>,
+    via: Via,
 ) -> Result<(Option<FileEntry>, Vec<TensorEntry>), CheckpointError> {
     let mut entries = Vec::with_capacity(tensors.len());
     let mut blocks = Vec::new();
@@ -214,7 +227,7 @@ fn write(
     let in_file: Vec<FileTensor<'_>> =
         blocks.iter().map(|&(entry, _)| entries[entry].piece_in_file(&entries[entry].pieces[0])).collect();
     let description = self_description(manifest.step, rank, &entries);
-    let mut file = NewFile::create(&path)?;
+    let mut file = NewFile::create(&path, via)?;
     file.write(&header_bytes(&in_file, &description, &path)?)?;
     for ((_, data), tensor) in blocks.into_iter().zip(&in_file) {
         file.write(&data.into_bytes(tensor.name, tensor.num_bytes())?)?;
@@ -251,7 +264,7 @@ fn commit(
     let dir = root.saving_dir(manifest.step);
     merge(&mut manifest, tables)?;
     if pinned {
-        NewFile::create(&dir.join(PINNED_FILE))?.finish()?;
+        NewFile::create(&dir.join(PINNED_FILE), Via::Cache)?.finish()?;
     }
     let manifest_bytes = manifest.write(&dir)?;
     root.commit(manifest.step)?;

@@ -4,13 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::agree::agree;
-use super::{CheckpointError, SaveOptions, Saved, Snapshot, save};
+use super::disk::Via;
+use super::save::save_via;
+use super::{CheckpointError, SaveOptions, Saved, Snapshot};
 use crate::{CommStream, Communicator, OpTag, Pending, Phase};
 
 /// Saves snapshots on a thread of its own, one at a time, over channels of its own.
 ///
 /// Every rank has one, and all make the same calls in the same order. A snapshot must hold copies: training changes the
-/// originals meanwhile. So a save in the background costs its size once more in host memory while it lasts.
+/// originals meanwhile. So a save in the background costs its size once more in host memory while it lasts. It writes past
+/// the system's page cache, where it can, to leave the processors to training.
 ///
 /// A save that fails is an error of the next call on **every** rank, which names the rank that failed; the saver can be
 /// used again. Dropping a saver waits for the save under way and loses its error: call [`Saver::finish`] at the end.
@@ -81,7 +84,7 @@ impl Saver {
     pub fn save(&mut self, snapshot: Snapshot<'static>) -> Result<Option<Saved>, CheckpointError> {
         let earlier = self.finish()?;
         let (root, options, step) = (self.root.clone(), self.options, snapshot.step);
-        let outcome = self.stream.submit(move |comm| Ok(save(comm, root, snapshot, &options)));
+        let outcome = self.stream.submit(move |comm| Ok(save_via(comm, &root, snapshot, &options, Via::Direct)));
         self.under_way = Some(UnderWay { step, outcome });
         Ok(earlier)
     }

@@ -37,8 +37,10 @@
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
+pub mod checkpoint;
 mod comm;
 mod config;
 mod cost;

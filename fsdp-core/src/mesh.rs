@@ -6,8 +6,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// A direction of the mesh.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Axis {
     /// Ranks along it hold equal parts: hybrid sharding keeps one copy of the model per index.
     Replicate,
@@ -58,7 +61,8 @@ impl FromStr for Axis {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Vec<(Axis, usize)>", into = "Vec<(Axis, usize)>")]
 pub struct Mesh {
     axes: Vec<(Axis, usize)>,
 }
@@ -163,6 +167,20 @@ impl Mesh {
             self.rank_at(&coordinates)
         };
         (0..self.axes[i].1).map(at).collect()
+    }
+}
+
+impl TryFrom<Vec<(Axis, usize)>> for Mesh {
+    type Error = MeshError;
+
+    fn try_from(axes: Vec<(Axis, usize)>) -> Result<Self, MeshError> {
+        Mesh::new(axes)
+    }
+}
+
+impl From<Mesh> for Vec<(Axis, usize)> {
+    fn from(mesh: Mesh) -> Self {
+        mesh.axes
     }
 }
 

@@ -433,7 +433,7 @@ fn is_index(part: &str) -> bool {
 }
 
 /// `1234567` as `1,234,567`.
-fn grouped(number: usize) -> String {
+pub(crate) fn grouped(number: usize) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -445,7 +445,8 @@ fn grouped(number: usize) -> String {
     text
 }
 
-fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+/// Columns of equal width: the first to the left, the last as it is, the others to the right.
+pub(crate) fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let mut text = String::new();
     for row in rows {

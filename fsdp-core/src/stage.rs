@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// How much of the training state is cut over the ranks: ZeRO's stages 1 to 3, and 0 for plain data parallelism.
 ///
 /// With P parameters on N ranks, counted in elements ("full" means that every rank holds all of it):
@@ -24,7 +26,8 @@ use std::fmt;
 /// assert!(Stage::Gradients.shards_optimizer() && !Stage::Gradients.shards_parameters());
 /// assert_eq!(Stage::try_from(3), Ok(Stage::Parameters));
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
     /// Stage 0: every rank holds everything; gradients are all-reduced.
     Ddp,
@@ -67,6 +70,12 @@ impl TryFrom<u8> for Stage {
 
     fn try_from(number: u8) -> Result<Self, UnknownStage> {
         Stage::ALL.get(usize::from(number)).copied().ok_or(UnknownStage { number })
+    }
+}
+
+impl From<Stage> for u8 {
+    fn from(stage: Stage) -> u8 {
+        stage.number()
     }
 }
 

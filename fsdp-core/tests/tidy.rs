@@ -60,7 +60,8 @@ fn files() -> Vec<File> {
         collect(&root().join(folder), &mut paths);
     }
     let at_root = fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().path());
-    paths.extend(at_root.filter(|path| path.is_file()));
+    // In a second working tree of a clone, `.git` is a file.
+    paths.extend(at_root.filter(|path| path.is_file() && !path.ends_with(".git")));
     paths.sort();
     let file = |path: &PathBuf| {
         let text = String::from_utf8(fs::read(path).unwrap()).ok()?;

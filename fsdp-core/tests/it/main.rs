@@ -1,5 +1,12 @@
 //! Tests of the crate from outside, in one binary.
 
+mod checkpoint;
+mod checkpoint_damage;
+mod checkpoint_failure;
+mod checkpoint_kill;
+#[cfg(feature = "cli")]
+mod checkpoint_out;
+mod checkpoint_state;
 mod conformance;
 mod failure;
 mod schedule;

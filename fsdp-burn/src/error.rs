@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use fsdp_core::checkpoint::CheckpointError;
 use fsdp_core::{CommError, ConfigError, PlanError};
 
 /// An error of a sharded run.
@@ -17,6 +18,9 @@ pub enum Error {
     /// A collective failed.
     #[error(transparent)]
     Comm(Box<CommError>),
+    /// A checkpoint could not be saved or loaded.
+    #[error(transparent)]
+    Checkpoint(Box<CheckpointError>),
     /// A parameter that cannot be sharded.
     #[error("parameter `{parameter}`: {problem}; {remedy}")]
     Parameter {
@@ -122,6 +126,12 @@ impl From<ConfigError> for Error {
 impl From<PlanError> for Error {
     fn from(error: PlanError) -> Self {
         Error::Plan(Box::new(error))
+    }
+}
+
+impl From<CheckpointError> for Error {
+    fn from(error: CheckpointError) -> Self {
+        Error::Checkpoint(Box::new(error))
     }
 }
 

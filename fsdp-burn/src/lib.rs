@@ -51,6 +51,7 @@ extern crate self as fsdp_burn;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+mod checkpoint;
 mod clip;
 mod distribute;
 mod elementwise;
@@ -71,6 +72,7 @@ mod shard_module;
 mod sharded;
 mod survey;
 
+pub use checkpoint::Loaded;
 pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::FusedAdamW;
@@ -82,6 +84,7 @@ pub use rank::Rank;
 pub use recompute::recompute;
 pub use sharded::Sharded;
 
+pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
     Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
     NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,

@@ -30,6 +30,8 @@ pub struct ShardedModel<M> {
     module: M,
     /// For each float parameter that Burn visits, its index among the plan's parameters; tied ones have one together.
     managed: Arc<[Option<usize>]>,
+    /// All that Burn visits, in its order.
+    entries: Arc<[Entry]>,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
     engine: Arc<Engine>,
@@ -109,7 +111,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             engine.set_stored(param, bytes);
         }
         let module = attach(module, &managed, &engine);
-        Ok(Self { module, managed, planned, engine })
+        Ok(Self { module, managed, entries: entries.into(), planned, engine })
     }
 }
 
@@ -250,6 +252,20 @@ impl<M: Module> ShardedModel<M> {
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.engine
+    }
+
+    /// All that Burn visits like a float parameter, in its order.
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    pub(crate) fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// Takes a module of other buffers, and gives it the parameters that the engine stores.
+    pub(crate) fn replace_module(&mut self, module: M) {
+        self.module = refresh(module, &self.managed, &self.engine);
     }
 
     /// The entries of the plan's parameters, in plan order.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use burn::grad_clipping::GradientClipping;
 use burn::module::Module;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::store::RecordError;
 use fsdp_core::{Action, Axis, Config, NonFinite};
 
 use crate::clip::{self, Norm};
@@ -110,6 +111,16 @@ impl ShardedOptimizer {
             (_, 0) => Ok(StepOutcome::Accumulated),
             _ => self.apply(lr.into(), model),
         }
+    }
+
+    /// The state of this rank's blocks, as Burn records it.
+    pub(crate) fn record_bytes(&self) -> Result<burn::tensor::Bytes, RecordError> {
+        self.inner.into_bytes()
+    }
+
+    /// Goes on from this state.
+    pub(crate) fn load_record(&mut self, record: OptimizerRecord) {
+        self.inner = self.inner.clone().load_record(record);
     }
 
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {

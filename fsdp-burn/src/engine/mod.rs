@@ -351,6 +351,13 @@ impl Engine {
         self.lock().discard_gradients();
     }
 
+    /// So many optimizer steps are done.
+    pub(crate) fn resume_at(&self, step: u64) {
+        let mut state = self.lock();
+        state.step = step;
+        (state.backwards, state.items) = (0, None);
+    }
+
     /// The step is over, whether it changed the parameters or not.
     pub(crate) fn end_step(&self) {
         let mut state = self.lock();

@@ -1,0 +1,333 @@
+//! A sharded model and its optimizer as a checkpoint, and back, on any world.
+//!
+//! Tensors go by the paths of the model: `blocks.0.up.weight` is a parameter, `optimizer.blocks.0.up.weight.momentum.moment_1`
+//! a tensor of its optimizer state. Burn knows that state by the id of a parameter, which differs from run to run, so ids
+//! become paths on the way out and paths become ids on the way in. State of an elementwise optimizer has the shape of its
+//! parameter, so it is cut like it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::OptimizerRecord;
+use burn::tensor::{Tensor, TensorData};
+use burn_pack::{Reader, Scalar, Writer};
+use bytes::Bytes;
+use fsdp_core::checkpoint::{
+    BlockData, Checkpoint, CheckpointError, ExpectedTensor, Rejected, SaveOptions, Saved, Snapshot, StoredDtype,
+    TensorBlock, TensorKind, Verify, save,
+};
+use fsdp_core::{Dtype, PlannedParam, ShardLayout};
+use serde_json::Value;
+
+use crate::survey::{Entry, replaced};
+use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
+
+/// What optimizer state is called in a checkpoint, in front of its parameter.
+const OPTIMIZER: &str = "optimizer.";
+
+/// What [`ShardedModel::load`] found.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// Directory of the checkpoint.
+    pub dir: PathBuf,
+    /// Optimizer steps done when it was saved.
+    pub step: u64,
+    /// What the program had stored beside model and optimizer.
+    pub sections: BTreeMap<String, Value>,
+    /// Newer checkpoints that were passed over because they are damaged.
+    pub rejected: Vec<Rejected>,
+}
+
+impl<M: Module> ShardedModel<M> {
+    /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
+    /// `root/latest` name it. *Collective*; not between a backward and its step.
+    ///
+    /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
+    /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
+    /// checkpoints that were there, and this one whole or not at all.
+    ///
+    /// Memory: a copy of this rank's optimizer state. Time: that of the disk.
+    ///
+    /// # Errors
+    /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
+    /// the shape of its parameters.
+    pub fn save(
+        &self,
+        root: impl AsRef<Path>,
+        optimizer: &ShardedOptimizer,
+        sections: BTreeMap<String, Value>,
+        options: &SaveOptions,
+    ) -> Result<Saved, Error> {
+        let engine = self.engine();
+        let (step, backwards) = engine.progress();
+        if backwards > 0 {
+            return Err(Error::Misuse {
+                problem: format!("the model is saved after {backwards} backwards whose gradients wait for a step"),
+                remedy: "save after the optimizer's step, or flush it first",
+            });
+        }
+        let mut tensors = Vec::new();
+        for (param, spec) in self.plan().params().iter().enumerate() {
+            tensors.push(TensorBlock {
+                name: spec.path.clone(),
+                aliases: spec.also.clone(),
+                kind: TensorKind::Model,
+                dtype: engine.dtype(param).into(),
+                layout: stepped_layout(spec),
+                data: BlockData::Ready(engine.block(param)),
+            });
+        }
+        let mut buffers = Buffers { entries: self.entries(), next: 0, tensors: Vec::new() };
+        // Running statistics are collected by thread until somebody looks at them, as `valid` does.
+        self.valid().visit(&mut buffers);
+        tensors.append(&mut buffers.tensors);
+        let (mut state, scalars) = self.optimizer_state(optimizer)?;
+        tensors.append(&mut state);
+        let snapshot = Snapshot {
+            step,
+            mesh: self.plan().mesh().clone(),
+            stage: self.plan().stage(),
+            tensors,
+            scalars,
+            sections,
+            rank_state: json(&RandomState::current())?,
+            pinned: false,
+        };
+        Ok(save(engine.links().control.as_ref(), root, snapshot, options)?)
+    }
+
+    /// Continues from the newest good checkpoint under `root`: weights, running statistics, optimizer state, the count of
+    /// steps and random numbers. *Collective*; right after the model is sharded and the optimizer made.
+    ///
+    /// The checkpoint may come from another world size, mesh, stage or cut: each rank reads the rows it needs, and no
+    /// others. On the same world a run goes on to the last bit; on another one, random numbers go on from rank 0's place in
+    /// each rank's own stream. Time: all files are read once more to verify them.
+    ///
+    /// # Errors
+    /// On every rank alike: if there is no good checkpoint, or its tensors are not those of the model, with a list of
+    /// all that are missing, left over, or of another shape.
+    pub fn load(&mut self, root: impl AsRef<Path>, optimizer: &mut ShardedOptimizer) -> Result<Loaded, Error> {
+        let engine = self.engine().clone();
+        let control = engine.links().control.clone();
+        let checkpoint = Checkpoint::newest_on(control.as_ref(), root, Verify::Checksums)?;
+        self.compare(&checkpoint)?;
+        engine.abandon_forward()?;
+        engine.discard_gradients();
+        for (param, spec) in self.plan().params().iter().enumerate() {
+            let (layout, index) = if engine.plan().is_resident(spec) {
+                (whole(spec), 0)
+            } else {
+                (spec.layout.clone(), engine.shard_index())
+            };
+            engine.set_stored(param, checkpoint.read(&spec.path, &layout, index)?.into());
+        }
+        let mut restorer = Restorer { entries: self.entries(), next: 0, checkpoint: &checkpoint, failure: None };
+        let module = self.module().clone().map(&mut restorer);
+        if let Some(error) = restorer.failure {
+            return Err(error.into());
+        }
+        self.replace_module(module);
+        let record = self.optimizer_record(&checkpoint)?;
+        optimizer.load_record(record);
+        let manifest = checkpoint.manifest();
+        engine.resume_at(manifest.step);
+        if let Some(state) = random_state(&manifest.ranks, control.rank(), control.world_size()) {
+            state.install();
+        }
+        Ok(Loaded {
+            dir: checkpoint.dir().to_owned(),
+            step: manifest.step,
+            sections: manifest.sections.clone(),
+            rejected: checkpoint.rejected().to_vec(),
+        })
+    }
+
+    /// Whether the checkpoint has the tensors of the model, and no others.
+    fn compare(&self, checkpoint: &Checkpoint) -> Result<(), CheckpointError> {
+        let params = self.plan().params().iter().enumerate().map(|(param, spec)| ExpectedTensor {
+            name: spec.path.clone(),
+            shape: spec.layout.shape().to_vec(),
+            dtype: Some(self.engine().dtype(param).into()),
+        });
+        let buffers = self.entries().iter().filter(|entry| !entry.is_param).map(|entry| ExpectedTensor {
+            name: entry.path(),
+            shape: entry.spec.shape.clone(),
+            dtype: None,
+        });
+        let expected: Vec<_> = params.chain(buffers).collect();
+        checkpoint.compare(&expected, &[TensorKind::Model]).strict()
+    }
+
+    /// Tensors and scalars of the optimizer's state, by the paths of their parameters.
+    fn optimizer_state(
+        &self,
+        optimizer: &ShardedOptimizer,
+    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
+        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+        let entries = self.planned_entries();
+        let named = |name: &str| {
+            let (id, field) = name.split_once('.')?;
+            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
+            Some((param, format!("{OPTIMIZER}{}.{field}", self.plan().params()[param].path)))
+        };
+        let mut scalars = BTreeMap::new();
+        for (name, scalar) in reader.scalars() {
+            if let Some((_, name)) = named(name) {
+                scalars.insert(name, json(scalar)?);
+            }
+        }
+        let mut tensors = Vec::new();
+        for tensor in reader.into_tensors().map_err(record_error)? {
+            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+            let Some((param, name)) = named(&id_and_field) else { continue };
+            let spec = &self.plan().params()[param];
+            let (dtype, block_shape) = (host::dtype_of(dtype), self.engine().block_shape(param));
+            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
+                return Err(Error::Parameter {
+                    parameter: spec.path.clone(),
+                    problem: format!(
+                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
+                    ),
+                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
+                });
+            };
+            tensors.push(TensorBlock {
+                name,
+                aliases: Vec::new(),
+                kind: TensorKind::Optimizer,
+                dtype: dtype.into(),
+                layout: stepped_layout(spec),
+                data: BlockData::Ready(Bytes::copy_from_slice(&bytes)),
+            });
+        }
+        Ok((tensors, scalars))
+    }
+
+    /// The optimizer's state for the blocks of this rank, by the ids of their parameters.
+    fn optimizer_record(&self, checkpoint: &Checkpoint) -> Result<OptimizerRecord, Error> {
+        let entries = self.planned_entries();
+        let manifest = checkpoint.manifest();
+        let named = |name: &str| {
+            let name = name.strip_prefix(OPTIMIZER)?;
+            // Of `a` and `a.b` the longer path is meant.
+            let fits = |(_, spec): &(usize, &PlannedParam)| {
+                name.strip_prefix(spec.path.as_str()).is_some_and(|field| field.starts_with('.'))
+            };
+            let (param, spec) =
+                self.plan().params().iter().enumerate().filter(fits).max_by_key(|(_, s)| s.path.len())?;
+            Some((param, format!("{}{}", entries[param].id.val(), &name[spec.path.len()..])))
+        };
+        let mut tensors = Vec::new();
+        for tensor in manifest.tensors.iter().filter(|tensor| tensor.kind == TensorKind::Optimizer) {
+            let Some((param, name)) = named(&tensor.name) else { continue };
+            let spec = &self.plan().params()[param];
+            let layout = stepped_layout(spec);
+            let index = if spec.is_split() { self.engine().shard_index() } else { 0 };
+            let block = checkpoint.read(&tensor.name, &layout, index)?;
+            let dtype = match tensor.dtype {
+                StoredDtype::F64 => Dtype::F64,
+                _ => Dtype::F32,
+            };
+            let data = host::tensor_data(block.into(), &self.engine().block_shape(param), dtype);
+            let (bytes, shape, dtype) = data.into_parts();
+            tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(entries[param].id.val()), bytes));
+        }
+        let mut writer = Writer::new(tensors);
+        for (name, value) in &manifest.scalars {
+            if let Some((_, name)) = named(name) {
+                let scalar: Scalar = serde_json::from_value(value.clone()).map_err(Error::program)?;
+                writer = writer.with_scalar(&name, scalar);
+            }
+        }
+        // The group of a parameter is found by its path.
+        for entry in entries.iter() {
+            writer = writer.with_metadata(&entry.id.val().to_string(), &entry.path());
+        }
+        let bytes = writer.into_bytes().map_err(record_error)?;
+        OptimizerRecord::from_bytes(bytes).map_err(record_error)
+    }
+}
+
+/// How the optimizer's view of a parameter is cut.
+fn stepped_layout(spec: &PlannedParam) -> ShardLayout {
+    if spec.is_split() { spec.layout.clone() } else { whole(spec) }
+}
+
+fn whole(spec: &PlannedParam) -> ShardLayout {
+    ShardLayout::new(spec.layout.shape(), 0, 1)
+}
+
+/// Where this rank's random numbers go on: where they were on the same world, else at rank 0's place in its own stream.
+fn random_state(saved: &[Value], rank: usize, world_size: usize) -> Option<RandomState> {
+    let parse = |value: &Value| serde_json::from_value::<RandomState>(value.clone()).ok();
+    match saved.get(rank).filter(|_| saved.len() == world_size) {
+        Some(own) => parse(own),
+        None => saved.first().and_then(parse).map(|first| RandomState { stream: rank as u64, ..first }),
+    }
+}
+
+fn json(value: &impl serde::Serialize) -> Result<Value, Error> {
+    serde_json::to_value(value).map_err(Error::program)
+}
+
+fn record_error(error: impl std::fmt::Display) -> Error {
+    Error::program(format!("the optimizer's state cannot be converted: {error}"))
+}
+
+/// Collects what Burn visits like a parameter and is none: running statistics.
+struct Buffers<'a> {
+    entries: &'a [Entry],
+    next: usize,
+    tensors: Vec<TensorBlock<'static>>,
+}
+
+impl ModuleVisitor for Buffers<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let entry = &self.entries[self.next];
+        self.next += 1;
+        if entry.is_param {
+            return;
+        }
+        let data = param.val().into_data();
+        let dtype = host::dtype_of(data.dtype()).unwrap_or(Dtype::F32);
+        self.tensors.push(TensorBlock {
+            name: entry.path(),
+            aliases: Vec::new(),
+            kind: TensorKind::Model,
+            dtype: dtype.into(),
+            layout: ShardLayout::new(&entry.spec.shape, 0, 1),
+            data: BlockData::Ready(host::elements(data)),
+        });
+    }
+}
+
+/// Puts running statistics back.
+struct Restorer<'a> {
+    entries: &'a [Entry],
+    next: usize,
+    checkpoint: &'a Checkpoint,
+    failure: Option<CheckpointError>,
+}
+
+impl ModuleMapper for Restorer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let entry = &self.entries[self.next];
+        self.next += 1;
+        if entry.is_param || self.failure.is_some() {
+            return param;
+        }
+        let shape = &entry.spec.shape;
+        match self.checkpoint.read(&entry.path(), &ShardLayout::new(shape, 0, 1), 0) {
+            Ok(bytes) => {
+                let dtype = host::dtype_of(param.val().dtype()).unwrap_or(Dtype::F32);
+                let data: TensorData = host::tensor_data(bytes.into(), shape, dtype);
+                replaced(param, |device| Tensor::from_data(data, device))
+            }
+            Err(error) => {
+                self.failure = Some(error);
+                param
+            }
+        }
+    }
+}

@@ -82,8 +82,8 @@ impl FromStr for Checksum {
 pub(super) enum Via {
     /// Through the page cache: as fast as the disk is, since the system keeps it busy; costs processors for its copies.
     Cache,
-    /// Past it, where the file system can: about a fifth of the processor time, for when others compute meanwhile. Slower
-    /// on disks that want many requests at once.
+    /// Past it, where the file system can: saves the processor time of those copies, for when others compute meanwhile.
+    /// Slower on disks that want many requests at once.
     Direct,
 }
 

@@ -15,7 +15,7 @@ use fsdp_core::checkpoint::{Checkpoint, CheckpointError, SaveOptions, Saver, Ver
 use crate::checkpoint_state::{assert_whole, each_rank, snapshot};
 
 /// Rounds of the test; each restarts a process.
-const NUM_KILLS: u64 = 40;
+const NUM_KILLS: u64 = 100;
 
 /// The part of the test that runs in a child: resumes, and saves step after step until it is killed. Every second round
 /// saves in the background. Every fifth step is saved twice, so that kills also hit a checkpoint that is replaced.

@@ -3,6 +3,7 @@
 // Helpers of tests fail by panicking, as tests do; clippy knows only functions marked `#[test]`.
 #![allow(clippy::unwrap_used)]
 
+mod checkpoint;
 mod common;
 mod control_flow;
 mod embedding;

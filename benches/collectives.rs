@@ -10,7 +10,9 @@
 //!   to memory that the allocator has just given. Its reference copies S bytes per thread. A copy also writes what it
 //!   reads, so the last column compares with a copy of as much traffic to memory, (S + S/N)/2 bytes.
 //!
-//! References copy between two buffers of each thread's own that have been touched before.
+//! As in a training step, what is read comes from memory and not from a cache: operations take turns through so many
+//! tensors that a cache does not hold them (`--hot`: always the same). What is written goes to a buffer that is used
+//! again, in references too.
 
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -26,8 +28,15 @@ use fsdp_core::{
 };
 use serde::Serialize;
 
+// Results of reductions are as large as the tensors here: the system's allocator would map and clear pages for each.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Operations are repeated back to back until they have moved about this much, so that the clock sees enough.
 const BATCH_BYTES: usize = 64 << 20;
+
+/// Tensors that together are so large are not in a cache when their turn comes again.
+const COLD_BYTES: usize = 256 << 20;
 
 #[derive(Clone, Debug, Parser)]
 struct Args {
@@ -43,6 +52,9 @@ struct Args {
     /// Measurements of each size, of which the median counts.
     #[arg(long, default_value_t = 15)]
     repetitions: usize,
+    /// Reads the same tensors again and again, so that small ones stay in a cache.
+    #[arg(long)]
+    hot: bool,
     /// Writes all results to this file.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -110,7 +122,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     let mut rows = Vec::new();
     for kib in sizes.take_while(|&kib| kib <= args.max_kib) {
-        for row in measure(ranks, kib << 10, args.repetitions)? {
+        for row in measure(&args, kib << 10)? {
             let rate = |seconds: f64| row.moved_bytes as f64 / seconds / 1e9;
             println!(
                 "{:>15} {kib:>11} {:>11.1} {:>9.2} {:>10.2} {:>9.0}% {:>9.0}%",
@@ -144,12 +156,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// All collectives on a tensor of `tensor_bytes`, each beside its copy. All kinds of work take turns, so that whatever
 /// else the machine does slows all of them alike.
-fn measure(ranks: usize, tensor_bytes: usize, repetitions: usize) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
+fn measure(args: &Args, tensor_bytes: usize) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
+    let (ranks, repetitions) = (usize::from(args.ranks), args.repetitions);
+    let num_tensors = if args.hot { 1 } else { (COLD_BYTES / tensor_bytes).max(1) };
     let together = Arc::new(Barrier::new(ranks));
     let world = LocalWorld::connect(ranks, Duration::from_secs(60));
     let spawn = |comm: Arc<dyn Communicator>| {
         let together = together.clone();
-        thread::spawn(move || RankWork::new(comm, tensor_bytes).run(repetitions, &together))
+        thread::spawn(move || RankWork::new(comm, tensor_bytes, num_tensors).run(repetitions, &together))
     };
     let threads: Vec<_> = world.into_iter().map(spawn).collect();
     let mut spans = Vec::new();
@@ -184,29 +198,37 @@ fn num_batched(tensor_bytes: usize) -> usize {
     (BATCH_BYTES / tensor_bytes).clamp(1, 512)
 }
 
-/// One rank with its data.
+/// One rank with its data: as many tensors as take turns, side by side.
 struct RankWork {
     comm: Arc<dyn Communicator>,
+    layout: ShardLayout,
     tensor_bytes: usize,
-    block: GatherPart,
-    whole: ReducePart,
-    source: Vec<u8>,
+    num_tensors: usize,
+    /// Whose turn it is.
+    next: usize,
+    tensors: Bytes,
     target: Vec<u8>,
 }
 
 impl RankWork {
-    fn new(comm: Arc<dyn Communicator>, tensor_bytes: usize) -> Self {
-        let layout = ShardLayout::new(&[tensor_bytes / 4], 0, comm.world_size());
-        // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
-        let ones = |len: usize| Bytes::from(1.0_f32.to_ne_bytes().repeat(len));
+    fn new(comm: Arc<dyn Communicator>, tensor_bytes: usize, num_tensors: usize) -> Self {
         Self {
-            block: GatherPart { shard: ones(layout.shard_len(comm.rank())), layout: layout.clone(), elem_bytes: 4 },
-            whole: ReducePart { full: ones(layout.full_len()), layout, dtype: Dtype::F32 },
-            source: vec![1; tensor_bytes],
+            layout: ShardLayout::new(&[tensor_bytes / 4], 0, comm.world_size()),
+            // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
+            tensors: Bytes::from(1.0_f32.to_ne_bytes().repeat(num_tensors * tensor_bytes / 4)),
             target: vec![2; tensor_bytes],
+            next: 0,
+            num_tensors,
             tensor_bytes,
             comm,
         }
+    }
+
+    /// The first `len_bytes` of the tensor whose turn it is.
+    fn turn(&mut self, len_bytes: usize) -> Bytes {
+        let start = self.next * self.tensor_bytes;
+        self.next = (self.next + 1) % self.num_tensors;
+        self.tensors.slice(start..start + len_bytes)
     }
 
     /// For each repetition, when each kind of work began and ended.
@@ -232,18 +254,28 @@ impl RankWork {
 
     fn once(&mut self, work: Work) -> Result<(), CommError> {
         let tag = OpTag::new(0, Phase::Control, "bench");
-        let (block, whole) = (std::slice::from_ref(&self.block), std::slice::from_ref(&self.whole));
+        let block_bytes = self.layout.shard_len(self.comm.rank()) * size_of::<f32>();
+        let read_bytes =
+            if matches!(work, Work::AllGather | Work::CopyBlock) { block_bytes } else { self.tensor_bytes };
+        let read = self.turn(read_bytes);
+        let layout = self.layout.clone();
         match work {
-            Work::AllGather => drop(black_box(self.comm.all_gather(&tag, block)?)),
-            Work::ReduceScatter => drop(black_box(self.comm.reduce_scatter(&tag, whole, Reduce::SUM)?)),
-            Work::AllReduce => drop(black_box(self.comm.all_reduce(&tag, whole, Reduce::SUM)?)),
-            Work::CopyBlock => self.copy(self.tensor_bytes / self.comm.world_size()),
-            Work::CopyWhole => self.copy(self.tensor_bytes),
+            Work::AllGather => {
+                let part = GatherPart { shard: read, layout, elem_bytes: 4 };
+                drop(black_box(self.comm.all_gather(&tag, &[part])?));
+            }
+            Work::ReduceScatter => {
+                let part = ReducePart { full: read, layout, dtype: Dtype::F32 };
+                drop(black_box(self.comm.reduce_scatter(&tag, &[part], Reduce::SUM)?));
+            }
+            Work::AllReduce => {
+                let part = ReducePart { full: read, layout, dtype: Dtype::F32 };
+                drop(black_box(self.comm.all_reduce(&tag, &[part], Reduce::SUM)?));
+            }
+            Work::CopyBlock | Work::CopyWhole => {
+                black_box(&mut self.target)[..read_bytes].copy_from_slice(&black_box(read));
+            }
         }
         Ok(())
-    }
-
-    fn copy(&mut self, len: usize) {
-        black_box(&mut self.target)[..len].copy_from_slice(&black_box(&self.source)[..len]);
     }
 }

@@ -1,12 +1,13 @@
-//! A GPT in plain Burn. The derive `Sharded`, its attributes and the embedding's type are the only trace of sharding in the
-//! model.
+//! A GPT in plain Burn. The derive `Sharded` with its attributes, and the embedding and `gelu` of `fsdp_burn::nn`, are the only
+//! trace of this project.
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Int, Tensor, activation, module::attention};
-use fsdp_burn::{Sharded, nn::Embedding};
+use burn::tensor::{Device, Int, Tensor, module::attention};
+use fsdp_burn::Sharded;
+use fsdp_burn::nn::{Embedding, gelu};
 use serde::{Deserialize, Serialize};
 
 /// Sizes of the model.
@@ -43,7 +44,9 @@ pub struct Gpt {
 #[derive(Module, Debug)]
 pub(crate) struct Block {
     attention_norm: LayerNorm,
-    query_key_value: Linear,
+    query: Linear,
+    key: Linear,
+    value: Linear,
     project: Linear,
     perceptron_norm: LayerNorm,
     up: Linear,
@@ -61,7 +64,9 @@ impl GptConfig {
         let norm = || LayerNormConfig::new(self.width).init(device);
         let block = |_| Block {
             attention_norm: norm(),
-            query_key_value: linear(self.width, 3 * self.width),
+            query: linear(self.width, self.width),
+            key: linear(self.width, self.width),
+            value: linear(self.width, self.width),
             project: linear(self.width, self.width),
             perceptron_norm: norm(),
             up: linear(self.width, 4 * self.width),
@@ -105,16 +110,15 @@ impl Gpt {
 impl Block {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let x = x.clone() + self.attend(self.attention_norm.forward(x));
-        let hidden = activation::gelu(self.up.forward(self.perceptron_norm.forward(x.clone())));
+        let hidden = gelu(self.up.forward(self.perceptron_norm.forward(x.clone())));
         x + self.down.forward(hidden)
     }
 
     fn attend(&self, x: Tensor<3>) -> Tensor<3> {
         let [batch, sequence, width] = x.dims();
-        let joined = self.query_key_value.forward(x);
-        let [query, key, value] = [0, 1, 2].map(|part| {
-            let part = joined.clone().narrow(2, part * width, width);
-            part.reshape([batch, sequence, self.heads, width / self.heads]).swap_dims(1, 2)
+        let [query, key, value] = [&self.query, &self.key, &self.value].map(|linear| {
+            let by_head = [batch, sequence, self.heads, width / self.heads];
+            linear.forward(x.clone()).reshape(by_head).swap_dims(1, 2)
         });
         let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
         let mixed = attention(query, key, value, None, None, options);
@@ -135,7 +139,7 @@ pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let scores = tokens * (config.heads * config.sequence) as u64;
     let logits = tokens * config.vocabulary as u64;
     let embedded = 2 * vectors; // rows of both tables
-    let attention = 3 * vectors // output of `query_key_value`
+    let attention = 3 * vectors // outputs of `query`, `key` and `value`
         + 2 * scores // products of queries and keys, and their softmax
         + vectors // values, mixed
         + vectors; // output of `project`

@@ -10,6 +10,7 @@ mod failure;
 mod numbers;
 mod optimizers;
 mod parity;
+mod recompute;
 mod recovery;
 mod shapes;
 mod tied;

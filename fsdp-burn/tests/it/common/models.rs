@@ -14,7 +14,7 @@ use burn::tensor::activation::{gelu, relu};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use fsdp_burn::Sharded;
+use fsdp_burn::{Sharded, recompute};
 
 use super::run::BATCH;
 
@@ -200,6 +200,18 @@ impl Trial for Gpt {
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        self.loss_with(batch, samples, device, Block::forward)
+    }
+}
+
+impl Gpt {
+    fn loss_with(
+        &self,
+        batch: usize,
+        samples: Range<usize>,
+        device: &Device,
+        forward: impl Fn(&Block, Tensor<3>) -> Tensor<3>,
+    ) -> Tensor<1> {
         let num_samples = samples.len();
         let text = classes(batch + 1, samples, CONTEXT + 1, VOCABULARY, device);
         let ids = text.clone().slice([0..num_samples, 0..CONTEXT]);
@@ -207,10 +219,27 @@ impl Trial for Gpt {
         let positions = Tensor::arange(0..CONTEXT as i64, device).reshape([1, CONTEXT]);
         let mut x = self.tokens.forward(ids) + self.positions.forward(positions);
         for block in &self.blocks {
-            x = block.forward(x);
+            x = forward(block, x);
         }
         let logits = self.head.forward(self.norm.forward(x)).reshape([num_samples * CONTEXT, VOCABULARY]);
         CrossEntropyLossConfig::new().init(device).forward(logits, targets)
+    }
+}
+
+/// [`Gpt`] that computes its blocks again in backward.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct RecomputedGpt {
+    #[shard(nested)]
+    gpt: Gpt,
+}
+
+impl Trial for RecomputedGpt {
+    fn build(device: &Device) -> Self {
+        Self { gpt: Gpt::build(device) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        self.gpt.loss_with(batch, samples, device, |block, x| recompute(block, x, Block::forward))
     }
 }
 

@@ -1,5 +1,5 @@
-//! A GPT in plain Burn. The derive `Sharded`, its attributes and the embedding's type are the only trace of sharding in the
-//! model.
+//! A GPT in plain Burn. The derive `Sharded` with its attributes, and the embedding and `gelu` of `fsdp_burn::nn`, are the only
+//! trace of this project.
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;

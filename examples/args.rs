@@ -71,6 +71,18 @@ pub struct Args {
     /// Steps in the trace, from the first
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub trace_steps: usize,
+    /// Directory for checkpoints: the run is saved there every so many steps, at its end, and when it is interrupted
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub save_every: usize,
+    /// Checkpoints to keep, the newest; 0 keeps all
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub keep: usize,
+    /// Go on from the newest checkpoint, if there is one
+    #[arg(long, requires = "checkpoints")]
+    pub resume: bool,
     /// Print errors only
     #[arg(long)]
     pub quiet: bool,
@@ -132,6 +144,7 @@ impl Args {
             ("--heads", self.heads),
             ("--sequence", self.sequence),
             ("--trace-steps", self.trace_steps),
+            ("--save-every", self.save_every),
         ];
         let refuse = |option, problem: String| Err(Failure::Option { option, problem });
         if let Some((option, _)) = sizes.iter().find(|(_, size)| *size == 0) {

@@ -3,6 +3,7 @@
 //! The examples themselves are `quickstart.rs` and `train.rs`; README.md tells in which order to read them.
 
 mod args;
+mod checkpoints;
 mod data;
 mod failure;
 mod gpt;
@@ -14,6 +15,7 @@ mod sample;
 mod tables;
 
 pub use args::Args;
+pub use checkpoints::Checkpoints;
 pub use data::{Batch, Text};
 pub use failure::Failure;
 pub use gpt::{Gpt, GptConfig, activation_bytes};

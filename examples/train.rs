@@ -12,10 +12,12 @@ use std::time::{Duration, Instant};
 
 use burn::optim::AdamWConfig;
 use clap::Parser;
-use fsdp_burn::{Config, Error, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, human_bytes, launch_with};
+use fsdp_burn::{
+    Config, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, human_bytes, launch_with,
+};
 use fsdp_examples::{
-    Args, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans, StepNews, Text,
-    WallTimes, activation_bytes, memory_table, plot_losses, settings, step_table, time_table,
+    Args, Checkpoints, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans, StepNews,
+    Text, WallTimes, activation_bytes, memory_table, plot_losses, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -38,6 +40,7 @@ struct Job {
     args: Args,
     model: GptConfig,
     text: Text,
+    checkpoints: Option<Checkpoints>,
 }
 
 /// What a rank returns.
@@ -59,7 +62,7 @@ fn run(args: &Args) -> Result<Report, Failure> {
         println!("{}, {} ranks\n\n{}", config.stage, config.world_size, settings(&config));
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
     }
-    let job = Arc::new(Job { args: args.clone(), model, text });
+    let job = Arc::new(Job { args: args.clone(), model, text, checkpoints: Checkpoints::new(args)? });
     // The sample after the last step is none of it.
     let trace = args.trace.as_ref().map(|_| Arc::new(Trace::of_steps(0..args.trace_steps.min(args.steps) as u64)));
     let outcomes = {
@@ -83,7 +86,7 @@ fn run(args: &Args) -> Result<Report, Failure> {
 
 /// The program of every rank.
 fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
-    let Job { args, model: sizes, text } = job;
+    let Job { args, model: sizes, text, checkpoints } = job;
     let started = Instant::now();
     let device = rank.device();
     if rank.is_main() {
@@ -91,12 +94,20 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         device.seed(args.seed);
     }
     let mut model = rank.shard(sizes.init(&device))?;
-    let mut optimizer = rank.optimizer(AdamWConfig::new().with_weight_decay(0.01).init())?;
+    let mut optimizer = rank.optimizer(FusedAdamW::new(&AdamWConfig::new().with_weight_decay(0.01))?)?;
     if rank.is_main() {
         if !args.quiet {
             print_plan(&model, rank, job);
         }
         ALLOCATOR.reset_peak_usage();
+    }
+    let first = match checkpoints {
+        Some(checkpoints) => checkpoints.resume(rank, &mut model, &mut optimizer)?,
+        None => 0,
+    };
+    if first >= args.steps {
+        let problem = format!("the checkpoint has {first} steps, and --steps is {}; pass a larger one", args.steps);
+        return Err(Error::program(problem));
     }
     rank.barrier()?;
     let setup_s = started.elapsed().as_secs_f64();
@@ -108,7 +119,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     model.reset_stats();
     rank.traffic().reset();
     let started = Instant::now();
-    for step in 0..args.steps {
+    for step in first..args.steps {
         let mut sum = 0.0;
         for micro_batch in step * micro_batches..(step + 1) * micro_batches {
             let first_row = rank.rank() * args.batch;
@@ -125,10 +136,15 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         let elapsed_s = started.elapsed().as_secs_f64();
         progress.step(StepNews {
             step,
-            loss: losses[step],
-            tokens_per_second: (tokens_per_step(rank.config(), args) * (step + 1)) as f64 / elapsed_s,
+            loss: losses[step - first],
+            tokens_per_second: (tokens_per_step(rank.config(), args) * losses.len()) as f64 / elapsed_s,
             waiting: (model.stats().exposed() + waited_for_losses).as_secs_f64() / elapsed_s,
         });
+        if let Some(checkpoints) = checkpoints
+            && checkpoints.after_step(rank, &model, &optimizer, step + 1, step + 1 == args.steps)?
+        {
+            break;
+        }
     }
     let training_s = started.elapsed().as_secs_f64();
     progress.finish();

@@ -5,21 +5,22 @@
 //! become paths on the way out and paths become ids on the way in. State of an elementwise optimizer has the shape of its
 //! parameter, so it is cut like it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::OptimizerRecord;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
     BlockData, Checkpoint, CheckpointError, ExpectedTensor, Rejected, SaveOptions, Saved, Snapshot, StoredDtype,
     TensorBlock, TensorKind, Verify, save,
 };
-use fsdp_core::{Dtype, PlannedParam, ShardLayout};
-use serde_json::Value;
+use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
+use serde_json::{Value, json};
 
+use crate::model::reduce_number;
 use crate::survey::{Entry, replaced};
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
@@ -43,11 +44,14 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
+    /// Running statistics are rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or booleans, are not
+    /// saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: a copy of this rank's optimizer state. Time: that of the disk.
+    /// Memory: two copies of this rank's optimizer state. Time: that of the disk.
     ///
     /// # Errors
     /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
@@ -78,12 +82,20 @@ impl<M: Module> ShardedModel<M> {
                 data: BlockData::Ready(engine.block(param)),
             });
         }
+        let control = engine.links().control.clone();
+        let (mut state, scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
+        tensors.append(&mut state);
         let mut buffers = Buffers { entries: self.entries(), next: 0, tensors: Vec::new() };
         // Running statistics are collected by thread until somebody looks at them, as `valid` does.
         self.valid().visit(&mut buffers);
-        tensors.append(&mut buffers.tensors);
-        let (mut state, scalars) = self.optimizer_state(optimizer)?;
-        tensors.append(&mut state);
+        for mut buffer in buffers.tensors {
+            // They differ from rank to rank, and any rank may be the one that writes them.
+            if let BlockData::Ready(own) = &mut buffer.data {
+                let tag = OpTag::new(step, Phase::Checkpoint, buffer.name.as_str());
+                *own = control.broadcast(&tag, 0, (control.rank() == 0).then(|| own.clone()))?;
+            }
+            tensors.push(buffer);
+        }
         let snapshot = Snapshot {
             step,
             mesh: self.plan().mesh().clone(),
@@ -91,10 +103,23 @@ impl<M: Module> ShardedModel<M> {
             tensors,
             scalars,
             sections,
-            rank_state: json(&RandomState::current())?,
+            rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        Ok(save(engine.links().control.as_ref(), root, snapshot, options)?)
+        Ok(save(control.as_ref(), root, snapshot, options)?)
+    }
+
+    /// The outcome, if all ranks succeeded; else every rank gets an error.
+    fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
+        let tag = OpTag::new(self.engine().progress().0, Phase::Checkpoint, doing);
+        let failed = f64::from(u8::from(outcome.is_err()));
+        let num_failed = reduce_number(self.engine().links().control.as_ref(), &tag, failed, Reduce::SUM)?;
+        match outcome {
+            Ok(_) if num_failed > 0.0 => {
+                Err(Error::program(format!("{doing}: {num_failed} other ranks failed; their errors say why")))
+            }
+            outcome => outcome,
+        }
     }
 
     /// Continues from the newest good checkpoint under `root`: weights, running statistics, optimizer state, the count of
@@ -102,7 +127,8 @@ impl<M: Module> ShardedModel<M> {
     ///
     /// The checkpoint may come from another world size, mesh, stage or cut: each rank reads the rows it needs, and no
     /// others. On the same world a run goes on to the last bit; on another one, random numbers go on from rank 0's place in
-    /// each rank's own stream. Time: all files are read once more to verify them.
+    /// each rank's own stream. Time: all files are read once more to verify them. Memory: a second
+    /// copy of this rank's blocks, until the model has the new ones.
     ///
     /// # Errors
     /// On every rank alike: if there is no good checkpoint, or its tensors are not those of the model, with a list of
@@ -110,26 +136,27 @@ impl<M: Module> ShardedModel<M> {
     pub fn load(&mut self, root: impl AsRef<Path>, optimizer: &mut ShardedOptimizer) -> Result<Loaded, Error> {
         let engine = self.engine().clone();
         let control = engine.links().control.clone();
+        if !optimizer.is_for(&engine) {
+            return Err(Error::Misuse {
+                problem: "the optimizer has stepped another model, whose state loading would replace".into(),
+                remedy: "make one optimizer for each model that is loaded",
+            });
+        }
         let checkpoint = Checkpoint::newest_on(control.as_ref(), root, Verify::Checksums)?;
         self.compare(&checkpoint)?;
+        // Everything is read before anything changes, so that an error leaves the model as it was, on all ranks.
+        let read = self.agree("read a checkpoint", self.read(&checkpoint))?;
+        engine.finish_reduces()?;
         engine.abandon_forward()?;
         engine.discard_gradients();
-        for (param, spec) in self.plan().params().iter().enumerate() {
-            let (layout, index) = if engine.plan().is_resident(spec) {
-                (whole(spec), 0)
-            } else {
-                (spec.layout.clone(), engine.shard_index())
-            };
-            engine.set_stored(param, checkpoint.read(&spec.path, &layout, index)?.into());
+        for (param, bytes) in read.stored.into_iter().enumerate() {
+            engine.set_stored(param, bytes);
         }
-        let mut restorer = Restorer { entries: self.entries(), next: 0, checkpoint: &checkpoint, failure: None };
+        let mut restorer = Restorer { entries: self.entries(), next: 0, buffers: read.buffers.into() };
         let module = self.module().clone().map(&mut restorer);
-        if let Some(error) = restorer.failure {
-            return Err(error.into());
-        }
         self.replace_module(module);
-        let record = self.optimizer_record(&checkpoint)?;
-        optimizer.load_record(record);
+        optimizer.load_record(read.record);
+        self.agree("restore optimizer state", self.check_state(optimizer, &read.state_names))?;
         let manifest = checkpoint.manifest();
         engine.resume_at(manifest.step);
         if let Some(state) = random_state(&manifest.ranks, control.rank(), control.world_size()) {
@@ -143,6 +170,40 @@ impl<M: Module> ShardedModel<M> {
         })
     }
 
+    fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {
+        let engine = self.engine();
+        let mut stored = Vec::new();
+        for spec in self.plan().params() {
+            let (layout, index) = if engine.plan().is_resident(spec) {
+                (whole(spec), 0)
+            } else {
+                (spec.layout.clone(), engine.shard_index())
+            };
+            stored.push(checkpoint.read(&spec.path, &layout, index)?.into());
+        }
+        let mut buffers = Vec::new();
+        for entry in self.entries().iter().filter(|entry| !entry.is_param) {
+            let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
+            let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
+            buffers.push((bytes.into(), if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 }));
+        }
+        let (record, state_names) = self.optimizer_record(checkpoint)?;
+        Ok(Read { stored, buffers, record, state_names })
+    }
+
+    /// Whether the optimizer has taken all of the state, and needs no more.
+    fn check_state(&self, optimizer: &ShardedOptimizer, given: &BTreeSet<String>) -> Result<(), Error> {
+        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+        let taken: BTreeSet<String> = reader.tensor_names().into_iter().map(str::to_owned).collect();
+        match given.symmetric_difference(&taken).next() {
+            None => Ok(()),
+            Some(name) => Err(Error::program(format!(
+                "the checkpoint holds the state of another optimizer: `{name}` is on one side only. Load it with the \
+                 optimizer that it was saved with"
+            ))),
+        }
+    }
+
     /// Whether the checkpoint has the tensors of the model, and no others.
     fn compare(&self, checkpoint: &Checkpoint) -> Result<(), CheckpointError> {
         let params = self.plan().params().iter().enumerate().map(|(param, spec)| ExpectedTensor {
@@ -153,7 +214,7 @@ impl<M: Module> ShardedModel<M> {
         let buffers = self.entries().iter().filter(|entry| !entry.is_param).map(|entry| ExpectedTensor {
             name: entry.path(),
             shape: entry.spec.shape.clone(),
-            dtype: None,
+            dtype: None, // floats of either size
         });
         let expected: Vec<_> = params.chain(buffers).collect();
         checkpoint.compare(&expected, &[TensorKind::Model]).strict()
@@ -169,12 +230,15 @@ impl<M: Module> ShardedModel<M> {
         let named = |name: &str| {
             let (id, field) = name.split_once('.')?;
             let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
-            Some((param, format!("{OPTIMIZER}{}.{field}", self.plan().params()[param].path)))
+            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
+            let spec = &self.plan().params()[param];
+            let is_empty_here = spec.layout.full_len() > 0 && self.engine().block_shape(param).contains(&0);
+            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
         };
         let mut scalars = BTreeMap::new();
         for (name, scalar) in reader.scalars() {
             if let Some((_, name)) = named(name) {
-                scalars.insert(name, json(scalar)?);
+                scalars.insert(name, scalar_to_json(*scalar));
             }
         }
         let mut tensors = Vec::new();
@@ -205,7 +269,7 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The optimizer's state for the blocks of this rank, by the ids of their parameters.
-    fn optimizer_record(&self, checkpoint: &Checkpoint) -> Result<OptimizerRecord, Error> {
+    fn optimizer_record(&self, checkpoint: &Checkpoint) -> Result<(OptimizerRecord, BTreeSet<String>), Error> {
         let entries = self.planned_entries();
         let manifest = checkpoint.manifest();
         let named = |name: &str| {
@@ -220,7 +284,11 @@ impl<M: Module> ShardedModel<M> {
         };
         let mut tensors = Vec::new();
         for tensor in manifest.tensors.iter().filter(|tensor| tensor.kind == TensorKind::Optimizer) {
-            let Some((param, name)) = named(&tensor.name) else { continue };
+            let Some((param, name)) = named(&tensor.name) else {
+                let problem =
+                    format!("the checkpoint has optimizer state `{}` of no parameter of the model", tensor.name);
+                return Err(Error::program(problem));
+            };
             let spec = &self.plan().params()[param];
             let layout = stepped_layout(spec);
             let index = if spec.is_split() { self.engine().shard_index() } else { 0 };
@@ -233,10 +301,13 @@ impl<M: Module> ShardedModel<M> {
             let (bytes, shape, dtype) = data.into_parts();
             tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(entries[param].id.val()), bytes));
         }
+        let names = tensors.iter().map(|tensor| tensor.name.clone()).collect();
         let mut writer = Writer::new(tensors);
         for (name, value) in &manifest.scalars {
             if let Some((_, name)) = named(name) {
-                let scalar: Scalar = serde_json::from_value(value.clone()).map_err(Error::program)?;
+                let scalar = scalar_from_json(value).ok_or_else(|| {
+                    Error::program(format!("the checkpoint's scalar `{name}` is {value}, and no number"))
+                })?;
                 writer = writer.with_scalar(&name, scalar);
             }
         }
@@ -245,8 +316,17 @@ impl<M: Module> ShardedModel<M> {
             writer = writer.with_metadata(&entry.id.val().to_string(), &entry.path());
         }
         let bytes = writer.into_bytes().map_err(record_error)?;
-        OptimizerRecord::from_bytes(bytes).map_err(record_error)
+        Ok((OptimizerRecord::from_bytes(bytes).map_err(record_error)?, names))
     }
+}
+
+/// All that a rank needs of a checkpoint.
+struct Read {
+    /// By parameter.
+    stored: Vec<Bytes>,
+    buffers: Vec<(Bytes, Dtype)>,
+    record: OptimizerRecord,
+    state_names: BTreeSet<String>,
 }
 
 /// How the optimizer's view of a parameter is cut.
@@ -267,8 +347,25 @@ fn random_state(saved: &[Value], rank: usize, world_size: usize) -> Option<Rando
     }
 }
 
-fn json(value: &impl serde::Serialize) -> Result<Value, Error> {
-    serde_json::to_value(value).map_err(Error::program)
+/// Burn's scalars as values of JSON, which has no infinity: floats go as their bits.
+fn scalar_to_json(scalar: Scalar) -> Value {
+    match scalar {
+        Scalar::Int(value) => json!({ "int": value }),
+        Scalar::UInt(value) => json!({ "uint": value }),
+        Scalar::Float(value) => json!({ "float_bits": value.to_bits() }),
+        Scalar::Bool(value) => json!({ "bool": value }),
+    }
+}
+
+fn scalar_from_json(value: &Value) -> Option<Scalar> {
+    let (kind, value) = value.as_object()?.iter().next()?;
+    Some(match kind.as_str() {
+        "int" => Scalar::Int(value.as_i64()?),
+        "uint" => Scalar::UInt(value.as_u64()?),
+        "float_bits" => Scalar::Float(f64::from_bits(value.as_u64()?)),
+        "bool" => Scalar::Bool(value.as_bool()?),
+        _ => return None,
+    })
 }
 
 fn record_error(error: impl std::fmt::Display) -> Error {
@@ -306,28 +403,18 @@ impl ModuleVisitor for Buffers<'_> {
 struct Restorer<'a> {
     entries: &'a [Entry],
     next: usize,
-    checkpoint: &'a Checkpoint,
-    failure: Option<CheckpointError>,
+    /// Of the entries that are no parameters, in their order.
+    buffers: VecDeque<(Bytes, Dtype)>,
 }
 
 impl ModuleMapper for Restorer<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let entry = &self.entries[self.next];
         self.next += 1;
-        if entry.is_param || self.failure.is_some() {
-            return param;
-        }
-        let shape = &entry.spec.shape;
-        match self.checkpoint.read(&entry.path(), &ShardLayout::new(shape, 0, 1), 0) {
-            Ok(bytes) => {
-                let dtype = host::dtype_of(param.val().dtype()).unwrap_or(Dtype::F32);
-                let data: TensorData = host::tensor_data(bytes.into(), shape, dtype);
-                replaced(param, |device| Tensor::from_data(data, device))
-            }
-            Err(error) => {
-                self.failure = Some(error);
-                param
-            }
+        let buffer = if entry.is_param { None } else { self.buffers.pop_front() };
+        match buffer {
+            Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
+            None => param,
         }
     }
 }

@@ -123,6 +123,11 @@ impl ShardedOptimizer {
         self.inner = self.inner.clone().load_record(record);
     }
 
+    /// Whether it has stepped no other model.
+    pub(crate) fn is_for(&self, engine: &Arc<Engine>) -> bool {
+        self.checked.iter().all(|&address| address == Arc::as_ptr(engine).addr())
+    }
+
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
         let (step, _) = engine.progress();

@@ -38,6 +38,19 @@ impl RandomState {
         with_stream(|stream| RandomState { position: stream.rng.get_word_pos() as u64, ..stream.origin })
     }
 
+    /// Runs `call` from here, and lets the stream go on afterwards where it is now, also if `call` unwinds.
+    pub(crate) fn during<T>(self, call: impl FnOnce() -> T) -> T {
+        struct Back(RandomState);
+        impl Drop for Back {
+            fn drop(&mut self) {
+                self.0.install();
+            }
+        }
+        let _back = Back(RandomState::current());
+        self.install();
+        call()
+    }
+
     /// Lets this thread go on from here. [`launch`](crate::launch) does so on every rank, with the configured `seed`.
     pub fn install(self) {
         STREAM.set(Some(Stream::at(self)));

@@ -22,6 +22,8 @@ use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
 use burn::module::{Module, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use crate::Error;
+use crate::engine::EngineFailed;
 use crate::gather_op::GatherOnUse;
 use crate::random::RandomState;
 
@@ -34,10 +36,15 @@ use crate::random::RandomState;
 ///
 /// `forward` is run twice, so it must do the same both times: dropout is [`nn::Dropout`](crate::nn::Dropout), which draws
 /// the same numbers again, and running statistics would be updated twice. Gradients flow through `input` and through the
-/// parameters of `module`; whatever else `forward` captures counts as a constant.
+/// parameters of `module`; a captured tensor that has a gradient itself is refused, others are constants.
 ///
-/// Where there is nothing to record, as in [`valid`](burn::module::Module::valid), and where a trainable parameter of
-/// `module` is not sharded (a plain model, `#[shard(ignore)]`), this is a plain call.
+/// Where there is nothing to record, as in [`valid`](burn::module::Module::valid) or with frozen parameters behind an input
+/// without gradient, and where a trainable parameter of `module` is not sharded (a plain model, `#[shard(ignore)]`), this is
+/// a plain call. A part that spans several units holds all of them gathered in backward, with their whole gradients; so
+/// let a part be one unit.
+///
+/// # Panics
+/// Unwinds with an error, which the launcher returns, if `forward` captures a tensor that has a gradient.
 ///
 /// ```
 /// use burn::{module::Module, nn::{Linear, LinearConfig}, tensor::{Tensor, activation::gelu}};
@@ -69,7 +76,7 @@ where
     F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
 {
     let device = input.device();
-    if Pass::current() != Pass::Recorded || !device.is_autodiff() || !all_sharded(module) {
+    if Pass::current() != Pass::Recorded || !device.is_autodiff() || !Count::of(module).allows(input.is_tracked()) {
         return forward(module, input);
     }
     // The op is recorded if its input is; its parameters need it in any case.
@@ -139,15 +146,22 @@ impl Part {
             forward: Arc::new(move |input| {
                 let (module, forward) = &*both;
                 let input = leaf::<D>(input, &device);
-                flex(Pass::Dropped.run(|| forward(module, input)).inner())
+                let output = Pass::Dropped.run(|| forward(module, input));
+                if output.is_tracked() {
+                    // Neither its input nor its parameters are recorded in this pass.
+                    fail(Error::Misuse {
+                        problem:
+                            "a recomputed part uses a tensor with a gradient that is not its input: it would lose it"
+                                .into(),
+                        remedy: "pass the tensor in as the input, joined with it, or `detach()` it before the part",
+                    });
+                }
+                flex(output.inner())
             }),
             backward: Arc::new(move |input, gradient| {
                 let (module, forward) = &*again;
                 let input = leaf::<D>(input, &recorded).require_grad();
-                let now = RandomState::current();
-                random.install();
-                let output = Pass::Again.run(|| forward(module, input.clone()));
-                now.install();
+                let output = random.during(|| Pass::Again.run(|| forward(module, input.clone())));
                 if !output.is_tracked() {
                     return flex(input.inner().zeros_like());
                 }
@@ -158,6 +172,11 @@ impl Part {
             }),
         }
     }
+}
+
+/// Ends the rank with an error, from where no `Result` can be returned.
+fn fail(error: Error) -> ! {
+    std::panic::resume_unwind(Box::new(EngineFailed(error)))
 }
 
 /// A tensor on `device`, which records and checkpoints as it says, without a history.
@@ -176,30 +195,46 @@ fn flex<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
     }
 }
 
-/// Whether the gradients of all trainable parameters go to an engine.
-fn all_sharded<M: Module>(module: &M) -> bool {
-    let mut count = Count::default();
-    module.visit(&mut count);
-    count.sharded > 0 && count.foreign == 0
-}
-
+/// Parameters of a part, by where their gradients go.
 #[derive(Default)]
 struct Count {
+    /// Sharded ones, frozen or not.
     sharded: usize,
+    /// Sharded ones that are trained: an engine takes their gradients.
+    trained: usize,
+    /// Others that are trained: their gradients would be lost.
     foreign: usize,
+    /// What the last visit has added to `foreign`.
+    last: usize,
+}
+
+impl Count {
+    fn of<M: Module>(module: &M) -> Self {
+        let mut count = Count::default();
+        module.visit(&mut count);
+        count
+    }
+
+    /// Whether the part can run again, and backward has a use for it.
+    fn allows(&self, input_is_tracked: bool) -> bool {
+        self.sharded > 0 && self.foreign == 0 && (self.trained > 0 || input_is_tracked)
+    }
 }
 
 impl ModuleVisitor for Count {
     fn enter_module(&mut self, name: &str, container: &str) {
         if container == "Reparameterization" && name == GatherOnUse::NAME {
             // Burn visits a parameter first, and then what is attached to it.
+            let trained = std::mem::take(&mut self.last);
             self.sharded += 1;
-            self.foreign = self.foreign.saturating_sub(1);
+            self.trained += trained;
+            self.foreign -= trained;
         }
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.foreign += usize::from(param.is_require_grad());
+        self.last = usize::from(param.is_require_grad());
+        self.foreign += self.last;
     }
 }
 

@@ -187,9 +187,6 @@ pub struct Schedule {
     depth: PrefetchDepth,
     pass: Pass,
     current: Option<UnitIndex>,
-    /// The last unit in use that is not kept: it stays until the next such unit is used, also while kept units are in use
-    /// between the two. So the last one of forward is still there when backward asks for it.
-    in_use: Option<UnitIndex>,
     /// Order of use, learned in the last complete pass of each kind and checked in every later one.
     forward_order: Vec<UnitIndex>,
     backward_order: Vec<UnitIndex>,
@@ -220,7 +217,6 @@ impl Schedule {
             depth,
             pass: Pass::Idle,
             current: None,
-            in_use: None,
             forward_order: Vec::new(),
             backward_order: Vec::new(),
             recording: Vec::new(),
@@ -244,13 +240,13 @@ impl Schedule {
             Pass::Forward { cursor } => cursor,
             // An evaluation in the middle of a forward changes nothing about it.
             Pass::Evaluate { .. } => {
-                (self.current, self.in_use) = (None, None);
+                self.current = None;
                 0
             }
             Pass::Idle | Pass::Backward { .. } => {
                 self.recording.clear();
                 self.first_uses.clear();
-                (self.current, self.in_use) = (None, None);
+                self.current = None;
                 0
             }
         };
@@ -316,7 +312,7 @@ impl Schedule {
         self.next_reduce = 0;
         // What an earlier backward left unreduced is not complete before this one has added to it.
         self.units.iter_mut().for_each(|unit| unit.gradients_ready = false);
-        (self.current, self.in_use) = (None, None);
+        self.current = None;
         self.pass = Pass::Backward { cursor: 0 };
     }
 
@@ -333,7 +329,8 @@ impl Schedule {
         // Kept units are here since forward.
         let here = |next: UnitIndex| self.units[next].traits.keep || !self.units[next].traits.gathered_on_use;
         let window = window(&self.backward_order, cursor, unit, self.depth.backward, here);
-        self.demand(unit, &self.within_limit(window))
+        let before = before(&self.backward_order, cursor, &self.units);
+        self.demand(unit, &self.within_limit(window, before))
     }
 
     /// One gradient of `unit` has been computed. When it is the last one expected, the unit is freed and its reduction
@@ -377,7 +374,7 @@ impl Schedule {
             self.backward_order = std::mem::take(&mut self.recording);
         }
         self.pass = Pass::Idle;
-        (self.current, self.in_use) = (None, None);
+        self.current = None;
         actions
     }
 
@@ -435,7 +432,7 @@ impl Schedule {
         self.recording.clear();
         self.first_uses.clear();
         self.pass = Pass::Idle;
-        (self.current, self.in_use) = (None, None);
+        self.current = None;
         actions
     }
 
@@ -446,7 +443,7 @@ impl Schedule {
             let traits = self.units[next].traits;
             !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
         };
-        self.within_limit(window(order, cursor, unit, depth, here))
+        self.within_limit(window(order, cursor, unit, depth, here), before(order, cursor, &self.units))
     }
 
     /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
@@ -455,11 +452,11 @@ impl Schedule {
     /// Gathers must start in the same order on every rank, also where a rank leaves out a branch of the model and frees
     /// a unit earlier or later than its peers. So what counts against the limit is not what this rank holds now, but
     /// what all of them may hold: the kept units, gathered or not, and those of the window.
-    fn within_limit(&self, mut window: Vec<UnitIndex>) -> Vec<UnitIndex> {
+    fn within_limit(&self, mut window: Vec<UnitIndex>, before: Option<UnitIndex>) -> Vec<UnitIndex> {
         let Some(limit) = self.depth.max_bytes else { return window };
         let kept = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
         // A kept unit is used while the unit before it stays.
-        let beside = self.in_use.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
+        let beside = before.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
         let beside = beside.map(|unit| self.units[unit].traits);
         let mut bytes: usize = kept.chain(beside).map(|traits| traits.gathered_bytes).sum();
         let exceeds = |&unit: &UnitIndex| {
@@ -473,7 +470,8 @@ impl Schedule {
     }
 
     /// Makes `unit` present and the rest of `window` under way. It takes the place of the unit that was in use before it,
-    /// unless it stays itself: then nothing is freed.
+    /// unless it is kept: then nothing is freed. So the last unit of forward that is not kept is still there when backward
+    /// asks for it.
     fn demand(&mut self, unit: UnitIndex, window: &[UnitIndex]) -> Vec<Action> {
         let Unit { traits, state, .. } = &self.units[unit];
         if self.current == Some(unit) && (!traits.gathered_on_use || *state == UnitState::Gathered) {
@@ -482,7 +480,6 @@ impl Schedule {
         self.current = Some(unit);
         let mut actions = Vec::new();
         if traits.gathered_on_use && !traits.keep {
-            self.in_use = Some(unit);
             let in_backward = matches!(self.pass, Pass::Backward { .. });
             for other in 0..self.units.len() {
                 let Unit { traits, pending_gradients, .. } = self.units[other];
@@ -530,6 +527,12 @@ impl Schedule {
 fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
     let position = |from: usize| order.iter().skip(from).position(|&other| other == unit).map(|at| at + from);
     position(cursor).or_else(|| position(0)).unwrap_or(cursor)
+}
+
+/// The last unit before `cursor` that is gathered on use and not kept.
+fn before(order: &[UnitIndex], cursor: usize, units: &[Unit]) -> Option<UnitIndex> {
+    let stays = |&&unit: &&UnitIndex| units[unit].traits.gathered_on_use && !units[unit].traits.keep;
+    order.iter().take(cursor).rev().find(stays).copied()
 }
 
 /// `unit` and the `depth` distinct units used after it, those left out that are `here` by then.

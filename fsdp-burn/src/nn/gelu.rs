@@ -186,7 +186,7 @@ fn erf(x: f32) -> f32 {
 /// e^x for x of at most 0: a power of two by its bits, times a polynomial over ±ln(2)/2. Coefficients: Cephes' expf.
 #[inline(always)]
 fn exp_of_negative(x: f32) -> f32 {
-    // Below this the result is not a normal number; 0 is as good.
+    // Below this the result is not a normal number; e^-87 is as good as 0.
     let x = if x < -87.0 { -87.0 } else { x };
     // Rounds to the nearest integer: in float32 this sum has no fraction left.
     const ROUNDER: f32 = 12_582_912.0;

@@ -10,7 +10,7 @@ use fsdp_burn::{
 };
 use serde_json::{Value, json};
 
-use crate::common::models::{ConvNet, Gpt, Mlp, Trial};
+use crate::common::models::{Branches, ConvNet, Gpt, Mlp, Trial};
 use crate::common::run::{Optimizer, Weights, config, scalar, share, start, weights};
 
 /// A directory of its own, removed at the end.
@@ -156,7 +156,7 @@ fn a_checkpoint_loads_on_every_other_world_and_stage() {
             let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
             model.load(&root, &mut optim)?;
             assert!(weights(&model)? == expected, "{stage} on {world_size}");
-            // All ranks train on the same samples, so that the mean over ranks is the same for any number of them.
+            // All ranks train on the same samples, so that the mean over ranks is the same for any number of them, to rounding.
             let loss = model.loss(3, 0..4, &rank.device());
             let gradients = model.backward(loss)?;
             optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
@@ -165,11 +165,16 @@ fn a_checkpoint_loads_on_every_other_world_and_stage() {
         .unwrap()
         .swap_remove(0)
     };
-    let expected = step(Stage::Ddp, 1);
-    for world_size in [1, 2, 4, 8] {
-        for stage in Stage::ALL {
+    for world_size in [1, 2, 4, 5, 8] {
+        let expected = step(Stage::Ddp, world_size);
+        for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
             assert!(step(stage, world_size) == expected, "the step after it at {stage} on {world_size}");
         }
+        // Sums of another number of ranks round differently.
+        let one = step(Stage::Ddp, 1);
+        let close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6;
+        let all_close = one.iter().zip(&expected).all(|((_, a), (_, b))| a.iter().zip(b).all(close));
+        assert!(all_close, "the step after it on {world_size}, beside one rank");
     }
 }
 
@@ -190,6 +195,48 @@ fn a_checkpoint_of_another_model_is_refused_with_a_list_and_a_missing_one_by_nam
     assert!(error.contains("blocks.0.qkv.weight") && error.contains("hidden.0"), "{error}");
     let error = load(scratch.path().join("nothing"));
     assert!(error.contains("nothing"), "{error}");
+}
+
+/// A unit that no rank uses, whose parameters are too small for all ranks to own a part.
+#[test]
+fn parameters_without_state_and_ranks_without_elements_are_saved_and_found_again() {
+    let scratch = Scratch::new("unused");
+    for stage in Stage::ALL {
+        let root = scratch.path();
+        launch(&config(stage, 5), move |rank| {
+            let mut model = start::<Branches>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            let step = |batch, model: &mut ShardedModel<Branches>, optim: &mut ShardedOptimizer| {
+                let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+                optim.step(Optimizer::AdamW.lr(), model, gradients).map(drop)
+            };
+            step(0, &mut model, &mut optim)?;
+            save(&root, &model, &optim, 1)?;
+            step(1, &mut model, &mut optim)?;
+            let expected = weights(&model)?;
+            let mut again = start::<Branches>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            again.load(&root, &mut optim)?;
+            step(1, &mut again, &mut optim)?;
+            assert!(weights(&again)? == expected, "{stage}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn state_of_another_optimizer_is_refused_and_not_forgotten() {
+    let scratch = Scratch::new("optimizer");
+    trained::<Mlp>(&config(Stage::Parameters, 2), Optimizer::AdamW, &scratch.path(), false, 1);
+    let root = scratch.path();
+    let error = launch(&config(Stage::Parameters, 2), move |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        model.load(&root, &mut optim).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("moment_1") && error.contains("optimizer"), "{error}");
 }
 
 #[test]

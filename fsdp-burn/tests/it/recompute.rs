@@ -146,6 +146,48 @@ fn dropout_draws_the_same_numbers_again_and_goes_on_behind_them() {
 }
 
 #[test]
+fn a_captured_tensor_with_a_gradient_is_refused_in_place_of_a_gradient_lost_or_a_hang() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| {
+        let model = start::<Reused>(&rank)?;
+        let memory = model.shared.forward(rows(0, 0..4, 6, &rank.device()));
+        let x = recompute(&model.own, memory.clone(), move |own, x| own.forward(x) + memory.clone());
+        model.backward(x.mean()).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("not its input") && error.contains("detach()"), "{error}");
+}
+
+/// An adapter of the program's own in front of a frozen weight, and a head that is trained.
+#[derive(Module, Debug, Sharded)]
+struct Adapted {
+    #[shard(unit, nested)]
+    part: Part,
+    head: Linear,
+}
+
+#[derive(Module, Debug, Sharded)]
+struct Part {
+    #[shard(ignore)]
+    adapter: Linear,
+    frozen: Linear,
+}
+
+#[test]
+fn the_gradient_of_an_ignored_parameter_in_a_part_is_not_lost() {
+    let found = launch(&config(Stage::Parameters, 2), |rank| {
+        let device = rank.device();
+        let linear = || LinearConfig::new(6, 6).init(&device);
+        let part = Part { adapter: linear(), frozen: linear().no_grad() };
+        let model = rank.shard(Adapted { part, head: linear() })?;
+        let x = rows(0, 0..4, 6, &device);
+        let x = recompute(&model.part, x, |part, x| part.frozen.forward(part.adapter.forward(x)));
+        let mut gradients = model.backward(model.head.forward(x).mean())?;
+        Ok(model.part.adapter.weight.grad(gradients.unmanaged()).is_some())
+    });
+    assert_eq!(found.unwrap(), [true, true]);
+}
+
+#[test]
 fn an_evaluation_and_a_plain_model_run_the_part_as_it_is() {
     let losses = launch(&config(Stage::Parameters, 2), |rank| {
         let model = start::<RecomputedGpt>(&rank)?;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -204,6 +204,9 @@ pub(super) fn remove_dir(dir: &Path) -> Result<(), CheckpointError> {
     fs::remove_dir_all(dir).map_err(CheckpointError::io("remove", dir))
 }
 
+/// What follows the name of a directory that makes way for another.
+pub(super) const ASIDE: &str = ".aside";
+
 /// Puts the directory `new` where `old` is, and the other way round, in one step where the system can.
 pub(super) fn exchange(new: &Path, old: &Path) -> Result<(), CheckpointError> {
     #[cfg(target_os = "linux")]
@@ -213,7 +216,9 @@ pub(super) fn exchange(new: &Path, old: &Path) -> Result<(), CheckpointError> {
             return Ok(());
         }
     }
-    let aside = new.with_extension("aside");
+    let mut aside = new.as_os_str().to_owned();
+    aside.push(ASIDE);
+    let aside = PathBuf::from(aside);
     rename(old, &aside)?;
     rename(new, old)?;
     rename(&aside, new)

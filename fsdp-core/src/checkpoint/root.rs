@@ -18,7 +18,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use super::CheckpointError;
-use super::disk::{create_dir, exchange, remove_dir, rename, sync_dir, write_atomic};
+use super::disk::{ASIDE, create_dir, exchange, remove_dir, rename, sync_dir, write_atomic};
 
 const LATEST_FILE: &str = "latest";
 const STEP: &str = "step-";
@@ -60,6 +60,7 @@ impl Root {
     /// The steps in the order in which loading tries them: what `latest` names, then older ones, and last those that are
     /// newer, which a run that went back to an older step has left behind.
     pub(super) fn candidates(&self) -> Result<Vec<u64>, CheckpointError> {
+        self.put_back()?;
         let mut steps = self.steps()?;
         if let Some(latest) = self.latest() {
             steps.sort_by_key(|&step| step > latest);
@@ -73,9 +74,23 @@ impl Root {
         name.trim_end().strip_prefix(STEP)?.parse().ok()
     }
 
+    /// Puts back checkpoints that were moved aside to make way for a new one of their step, by a run that was killed before
+    /// the new one was there. See [`exchange`].
+    fn put_back(&self) -> Result<(), CheckpointError> {
+        let names = if self.0.exists() { self.names()? } else { Vec::new() };
+        for name in names {
+            let step =
+                name.strip_prefix(SAVING).and_then(|rest| rest.strip_prefix(STEP)?.strip_suffix(ASIDE)?.parse().ok());
+            let Some(dir) = step.map(|step| self.step_dir(step)).filter(|dir| !dir.exists()) else { continue };
+            rename(&self.0.join(&name), &dir)?;
+        }
+        Ok(())
+    }
+
     /// Creates the root, removes what killed runs have left, and makes an empty directory to save `step` in.
     pub(super) fn begin(&self, step: u64) -> Result<(), CheckpointError> {
         create_dir(&self.0)?;
+        self.put_back()?;
         for name in self.names()?.iter().filter(|name| name.starts_with(SAVING) || name.starts_with(REMOVING)) {
             remove_dir(&self.0.join(name))?;
         }
@@ -182,6 +197,18 @@ mod tests {
         assert_eq!(root.steps().unwrap(), [90, 5, 4, 2]);
         assert_eq!(removed, [dir.path().join("step-3"), dir.path().join("step-1")]);
         assert!(failed.is_empty());
+    }
+
+    #[test]
+    fn a_checkpoint_that_was_moved_aside_and_not_replaced_is_put_back() {
+        let (dir, root) = root_with(&[1, 3]);
+        for step in [2, 3] {
+            fs::create_dir_all(dir.path().join(format!(".saving-step-{step}.aside/of-{step}"))).unwrap();
+        }
+        assert_eq!(root.candidates().unwrap(), [3, 2, 1]);
+        root.begin(2).unwrap();
+        assert!(root.step_dir(2).join("of-2").exists());
+        assert!(!dir.path().join(".saving-step-3.aside").exists(), "step 3 was replaced");
     }
 
     #[test]

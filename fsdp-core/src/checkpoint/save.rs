@@ -52,7 +52,7 @@ pub struct Saved {
 ///
 /// Collective: every rank calls it with its own snapshot of one step, on a directory that all ranks see. When it returns
 /// `Ok`, on every rank, the checkpoint is on the disk. An error reaches every rank, and leaves the checkpoints that were
-/// there as they are. One run at a time saves in a root.
+/// there as they are; where only the pointer `latest` could not be written, the new one is there too. One run at a time saves in a root.
 ///
 /// Each rank writes its blocks once, straight from the buffers it passes; copies that several ranks hold are written
 /// once. Costs the write and the flush of the state, and three short agreements between ranks. A rank may wait for the

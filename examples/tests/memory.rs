@@ -53,7 +53,7 @@ fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
 fn check_recomputation(config: &Config, plain: Plain) {
     let model = GptConfig { recompute: true, ..MODEL };
     let before = settled();
-    let outcomes = launch(config, move |rank| sharded(&rank, model.clone(), plain)).unwrap();
+    let outcomes = launch(config, move |rank| sharded(&rank, model.clone(), plain)).expect("recomputed training runs");
     let measured = (outcomes[0].peak - before) as f64;
     let predicted = outcomes.iter().map(|outcome| outcome.recomputed).sum::<u64>() as f64;
     println!("recomputed on {}: {predicted:.3e} bytes predicted, {measured:.3e} measured", config.world_size);

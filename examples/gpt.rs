@@ -152,8 +152,8 @@ pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
     let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
     let block = attention + perceptron;
     let blocks = match config.recompute {
-        // Inputs of all, and one that runs again; its graph ends when all of its gradients are there.
-        true => config.layers as u64 * vectors + block + 12 * (config.width * config.width) as u64,
+        // Inputs of all, and one that runs again.
+        true => config.layers as u64 * vectors + block,
         false => config.layers as u64 * block,
     };
     WORKSPACE_BYTES + 4 * (embedded + blocks + logits + again)

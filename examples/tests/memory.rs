@@ -49,17 +49,18 @@ fn a_step_holds_what_the_estimate_says_at_every_stage_and_world_size() {
     }
 }
 
-/// With recomputation, activations are the inputs of all blocks and one block: within 10%.
+/// With recomputation, a step is at its peak when the first block is the last to run again: all gradients are there, and on
+/// each rank one block of activations, which may or may not coincide with those of the others.
 fn check_recomputation(config: &Config, plain: Plain) {
     let model = GptConfig { recompute: true, ..MODEL };
     let before = settled();
     let outcomes = launch(config, move |rank| sharded(&rank, model.clone(), plain)).expect("recomputed training runs");
     let measured = (outcomes[0].peak - before) as f64;
-    let predicted = outcomes.iter().map(|outcome| outcome.recomputed).sum::<u64>() as f64;
-    println!("recomputed on {}: {predicted:.3e} bytes predicted, {measured:.3e} measured", config.world_size);
+    let [least, most] = [0, 1].map(|end| outcomes.iter().map(|outcome| outcome.recomputed[end]).sum::<u64>() as f64);
+    println!("recomputed on {}: {least:.3e} to {most:.3e} bytes predicted, {measured:.3e} measured", config.world_size);
     assert!(
-        measured > 0.9 * predicted && measured < 1.1 * predicted,
-        "{predicted} bytes predicted, {measured} measured"
+        measured > 0.95 * least && measured < 1.05 * most,
+        "{least} to {most} bytes predicted, {measured} measured"
     );
 }
 
@@ -125,7 +126,7 @@ struct Outcome {
     /// Bytes of this rank's part of the process at the peak: the least and the most.
     predicted: [u64; 2],
     /// The same with recomputation.
-    recomputed: u64,
+    recomputed: [u64; 2],
     peak: usize,
     after_forward: usize,
     /// Parameters, optimizer state, and this rank's part of the kept units.
@@ -160,14 +161,14 @@ fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error
     let least = plain.after_forward + temporaries / rank.world_size() as u64;
     let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes)));
     let estimate = estimates[0];
-    let recomputed = activation_bytes(&GptConfig { recompute: true, ..MODEL }, BATCH);
-    let with_recomputation = model.memory_estimate(OptimizerKind::Adam, Some(recomputed));
+    let without_activations = model.memory_estimate(OptimizerKind::Adam, Some(0)).peak_bytes().unwrap_or_default();
+    let one_block = activation_bytes(&GptConfig { layers: 1, ..MODEL }, BATCH);
     let plan = model.plan();
     let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
     let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;
     Ok(Outcome {
         predicted: estimates.map(|estimate| estimate.peak_bytes().unwrap_or_default()),
-        recomputed: with_recomputation.peak_bytes().unwrap_or_default(),
+        recomputed: [without_activations, without_activations + one_block],
         peak,
         after_forward,
         resident: estimate.parameter_bytes + estimate.optimizer_bytes + kept_bytes,

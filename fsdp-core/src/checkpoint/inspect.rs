@@ -111,6 +111,8 @@ impl fmt::Display for Inspection {
         writeln!(f, "\nmesh {}, {}", manifest.mesh, manifest.stage)?;
         let list = |what: &str, names: Vec<&String>| match names.as_slice() {
             [] => format!("no {what}"),
+            // Optimizers have some for each parameter.
+            [first, .., last] if names.len() > 8 => format!("{what}: {}, from {first} to {last}", names.len()),
             names => format!("{what}: {}", names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ")),
         };
         writeln!(f, "{}", list("sections", manifest.sections.keys().collect()))?;

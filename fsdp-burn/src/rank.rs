@@ -164,18 +164,8 @@ impl Rank {
     /// # Ok::<(), fsdp_burn::Error>(())
     /// ```
     pub fn while_all<I: IntoIterator>(&self, items: I) -> impl Iterator<Item = Result<I::Item, Error>> {
-        let mut items = items.into_iter();
-        let mut ended = false;
-        std::iter::from_fn(move || {
-            let item = if ended { None } else { items.next() };
-            let go_on = if ended { Ok(false) } else { self.all(item.is_some()) };
-            ended = !matches!(go_on, Ok(true));
-            match go_on {
-                Ok(true) => item.map(Ok),
-                Ok(false) => None,
-                Err(error) => Some(Err(error)),
-            }
-        })
+        // In a round that all ranks agree on, each has an item.
+        self.rounds(items, Self::all).filter_map(Result::transpose)
     }
 
     /// This rank's own items, as long as any rank has one; a rank whose items have ended gets `None`, and goes on to take
@@ -199,11 +189,23 @@ impl Rank {
     /// # Ok::<(), fsdp_burn::Error>(())
     /// ```
     pub fn while_any<I: IntoIterator>(&self, items: I) -> impl Iterator<Item = Result<Option<I::Item>, Error>> {
+        self.rounds(items, Self::any)
+    }
+
+    /// This rank's item of each round, as long as `agree`, told whether it has one, says that there is a round.
+    fn rounds<I: IntoIterator>(
+        &self,
+        items: I,
+        agree: fn(&Self, bool) -> Result<bool, Error>,
+    ) -> impl Iterator<Item = Result<Option<I::Item>, Error>> {
         let mut items = items.into_iter().fuse();
         let mut ended = false;
         std::iter::from_fn(move || {
-            let item = if ended { None } else { items.next() };
-            let go_on = if ended { Ok(false) } else { self.any(item.is_some()) };
+            if ended {
+                return None;
+            }
+            let item = items.next();
+            let go_on = agree(self, item.is_some());
             ended = !matches!(go_on, Ok(true));
             match go_on {
                 Ok(true) => Some(Ok(item)),

@@ -67,7 +67,10 @@ impl BlockTensor<'_> {
         let tensor = host::tensor(self.bytes, self.shape, self.dtype, &Device::flex());
         // Multiplying by 1 changes nothing but the time it takes.
         let tensor = if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) };
-        let tensor = self.clip_value.map_or(tensor.clone(), |most| tensor.clamp(-most, most));
+        let tensor = match self.clip_value {
+            Some(most) => tensor.clamp(-most, most),
+            None => tensor,
+        };
         // Burn's optimizer takes parameters with autodiff, and steps them without.
         Tensor::from_inner(tensor)
     }

@@ -11,6 +11,7 @@ mod failure;
 mod numbers;
 mod optimizers;
 mod parity;
+mod precision;
 mod recompute;
 mod recovery;
 mod shapes;

@@ -62,6 +62,7 @@ mod gather_op;
 mod host;
 mod launch;
 mod links;
+mod lora;
 mod model;
 pub mod nn;
 mod optim;

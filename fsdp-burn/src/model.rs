@@ -116,7 +116,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         if rank.is_main() {
             tracing::info!("{}", engine.precision_summary());
         }
-        let module = attach(module, &managed, &engine);
+        let module = attach(module, &entries, &managed, &engine);
         Ok(Self { module, managed, entries: entries.into(), planned, engine })
     }
 }

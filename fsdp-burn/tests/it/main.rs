@@ -8,6 +8,7 @@ mod common;
 mod control_flow;
 mod embedding;
 mod failure;
+mod lora;
 mod numbers;
 mod optimizers;
 mod parity;

@@ -51,6 +51,7 @@ extern crate self as fsdp_burn;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+mod buffers;
 mod checkpoint;
 mod clip;
 mod distribute;
@@ -61,6 +62,8 @@ mod fused_adamw;
 mod gather_op;
 mod host;
 mod launch;
+#[cfg(feature = "learner")]
+mod learner;
 mod links;
 mod model;
 pub mod nn;
@@ -77,6 +80,8 @@ pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::FusedAdamW;
 pub use launch::{LaunchOptions, launch, launch_with};
+#[cfg(feature = "learner")]
+pub use learner::FsdpStrategy;
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};
 pub use random::RandomState;
@@ -86,7 +91,7 @@ pub use sharded::Sharded;
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
+    Accumulate, Axis, Buffers, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
     NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,
     TrainingConfig, WrapPolicy, human_bytes,
 };

@@ -72,7 +72,7 @@ impl ShardedOptimizer {
     /// *Collective.*
     ///
     /// `lr` is a learning rate, or Burn's rates by parameter group. Gradients are averaged over micro-batches unless
-    /// the configuration says sum.
+    /// the configuration says sum. After it, running statistics are what the configuration's `buffers` says.
     ///
     /// # Errors
     /// If the optimizer needs whole tensors and a parameter is split; if the global gradient norm is not finite and
@@ -150,6 +150,7 @@ impl ShardedOptimizer {
                 NonFinite::Skip => {
                     engine.discard_gradients();
                     engine.end_step();
+                    model.agree_on_buffers()?;
                     return Ok(StepOutcome::Skipped { gradient_norm: norm });
                 }
                 NonFinite::Error => {
@@ -172,6 +173,7 @@ impl ShardedOptimizer {
             Ok(())
         })?;
         engine.end_step();
+        model.agree_on_buffers()?;
         Ok(StepOutcome::Stepped { gradient_norm })
     }
 

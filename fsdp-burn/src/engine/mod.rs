@@ -9,6 +9,7 @@
 mod execute;
 mod missing;
 mod observe;
+mod whole_step;
 
 use std::any::Any;
 use std::fmt;
@@ -75,6 +76,10 @@ struct State {
     in_backward: bool,
     /// The gradients of this backward count for nothing: its loss has weight 0.
     void: bool,
+    /// What the gradients of this backward are multiplied with.
+    weight: f64,
+    /// The first thing that backward asks for begins it, because a caller runs it together with forward.
+    backward_begins_itself: bool,
     /// Optimizer steps done.
     step: u64,
     /// Backwards since the last step.
@@ -147,6 +152,8 @@ impl Engine {
             last_entered: None,
             in_backward: false,
             void: false,
+            weight: 1.0,
+            backward_begins_itself: false,
             step: 0,
             backwards: 0,
             items: None,
@@ -278,8 +285,11 @@ impl Engine {
     /// Runs `backward` between the two ends that the schedule needs. `items` is how many items the losses of all ranks are
     /// means over together, and whether this rank has any; `None` counts all losses alike.
     pub(crate) fn backward<T>(&self, items: Option<(f64, bool)>, backward: impl FnOnce() -> T) -> Result<T, Error> {
-        self.begin_backward(items)?;
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(backward));
+        self.begin_backward(&mut self.lock(), items)?;
+        self.end_backward(std::panic::catch_unwind(std::panic::AssertUnwindSafe(backward)))
+    }
+
+    fn end_backward<T>(&self, result: std::thread::Result<T>) -> Result<T, Error> {
         let mut state = self.lock();
         self.rests(&mut state);
         state.in_backward = false;
@@ -401,6 +411,9 @@ impl Engine {
     fn try_gather(&self, param: usize, given: FlexTensor, usage: Use) -> Result<FlexTensor, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
+        if usage == Use::Backward && state.backward_begins_itself {
+            self.backward_has_begun(&mut state)?;
+        }
         if state.in_backward && usage == Use::Forward {
             return Err(self.misuse(
                 &format!("parameter `{}` is used in a forward inside backward", spec.path),
@@ -455,6 +468,9 @@ impl Engine {
 
     fn try_capture(&self, param: usize, gradient: FlexTensor) -> Result<(), Error> {
         let mut state = self.lock();
+        if state.backward_begins_itself {
+            self.backward_has_begun(&mut state)?;
+        }
         if !state.in_backward {
             return Err(self.misuse(
                 "backward reached this model without its `backward`, so its gradients would not be reduced",
@@ -464,6 +480,11 @@ impl Engine {
         }
         if !state.void {
             let bytes = self.plan.params()[param].layout.full_len() * self.dtypes[param].size_bytes();
+            // Multiplying by 1 changes nothing but the time it takes.
+            let gradient = match state.weight {
+                1.0 => gradient,
+                weight => Flex::float_mul_scalar(gradient, weight.into()),
+            };
             let sum = match state.local[param].take() {
                 Some(sum) => Flex::float_add(sum, gradient),
                 None => {
@@ -483,11 +504,14 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
-    fn begin_backward(&self, items: Option<(f64, bool)>) -> Result<(), Error> {
-        let mut state = self.lock();
+    fn begin_backward(&self, state: &mut State, items: Option<(f64, bool)>) -> Result<(), Error> {
         state.void = items.is_some_and(|(_, any_here)| !any_here);
         state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
-        self.rests(&mut state);
+        self.start_backward(state)
+    }
+
+    fn start_backward(&self, state: &mut State) -> Result<(), Error> {
+        self.rests(state);
         if state.schedule.needs_reduce_order() {
             let order = self.agree_on_order(state.schedule.expected_reduce_order(), state.step)?;
             state.schedule.set_reduce_order(order);

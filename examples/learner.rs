@@ -68,7 +68,9 @@ struct Reader {
 impl Reader {
     fn new(device: &Device) -> Self {
         let conv = |from, to| {
-            Conv2dConfig::new([from, to], [3, 3]).with_stride([2, 2]).with_padding(PaddingConfig2d::Explicit(1, 1, 1, 1))
+            Conv2dConfig::new([from, to], [3, 3])
+                .with_stride([2, 2])
+                .with_padding(PaddingConfig2d::Explicit(1, 1, 1, 1))
         };
         let convs = [(1, 16), (16, 32)].map(|(from, to)| conv(from, to).init(device)).into();
         let hidden = LinearConfig::new(32 * SIDE / 4 * SIDE / 4, 64).init(device);
@@ -105,11 +107,8 @@ impl InferenceStep for Reader {
 
 /// Trains, and returns the share of the validation's digits that the trained model reads right.
 fn run(args: &Args) -> Result<f64, Error> {
-    let config = Config {
-        stage: Stage::ALL[usize::from(args.stage)],
-        world_size: args.ranks.into(),
-        ..Config::default()
-    };
+    let config =
+        Config { stage: Stage::ALL[usize::from(args.stage)], world_size: args.ranks.into(), ..Config::default() };
     let per_rank = args.batch / config.world_size;
     let loader = |first: usize, len: usize| {
         let digits: Vec<_> = (first..first + len).map(|index| draw(SEED, index)).collect();

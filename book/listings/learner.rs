@@ -9,7 +9,9 @@ use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, activation::tanh};
 use burn::train::logger::InMemoryMetricLogger;
 use burn::train::metric::LossMetric;
-use burn::train::{InferenceStep, Learner, LearningResult, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep};
+use burn::train::{
+    InferenceStep, Learner, LearningResult, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep,
+};
 use fsdp_burn::{Config, Error, FsdpStrategy, Sharded};
 
 // ANCHOR: model

@@ -43,8 +43,8 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
-    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or booleans, are not
-    /// saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or
+    /// booleans, are not saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
@@ -82,8 +82,12 @@ impl<M: Module> ShardedModel<M> {
             });
         }
         let control = engine.links().control.clone();
-        let (mut state, scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
+        let (mut state, mut scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
         tensors.append(&mut state);
+        if let Some(scaler) = engine.scaler() {
+            scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
+            scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
+        }
         for (entry, buffer) in buffers::entries(self.entries()).zip(buffers::read(self.module(), self.entries())) {
             // They may differ from rank to rank, and any rank may be the one that writes them.
             let tag = OpTag::new(step, Phase::Checkpoint, entry.path());
@@ -151,7 +155,7 @@ impl<M: Module> ShardedModel<M> {
         engine.abandon_forward()?;
         engine.discard_gradients();
         for (param, bytes) in read.stored.into_iter().enumerate() {
-            engine.set_stored(param, bytes);
+            engine.set_value(param, bytes);
         }
         let module = buffers::write(self.module().clone(), self.entries(), read.buffers);
         self.replace_module(module);
@@ -159,6 +163,10 @@ impl<M: Module> ShardedModel<M> {
         self.agree("restore optimizer state", self.check_state(optimizer, &read.state_names))?;
         let manifest = checkpoint.manifest();
         engine.resume_at(manifest.step);
+        let scalar = |name| manifest.scalars.get(name).and_then(scalar_from_json);
+        if let (Some(Scalar::Float(scale)), Some(Scalar::UInt(good_steps))) = (scalar(LOSS_SCALE), scalar(GOOD_STEPS)) {
+            engine.restore_scale(scale, u32::try_from(good_steps).unwrap_or(0));
+        }
         if let Some(state) = random_state(&manifest.ranks, control.rank(), control.world_size()) {
             state.install();
         }
@@ -320,6 +328,10 @@ impl<M: Module> ShardedModel<M> {
         Ok((OptimizerRecord::from_bytes(bytes).map_err(record_error)?, names))
     }
 }
+
+/// Names of the loss scale's numbers among the scalars.
+const LOSS_SCALE: &str = "loss_scale";
+const GOOD_STEPS: &str = "loss_scale.good_steps";
 
 /// All that a rank needs of a checkpoint.
 struct Read {

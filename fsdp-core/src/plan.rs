@@ -513,6 +513,18 @@ mod tests {
     }
 
     #[test]
+    fn a_parameter_whose_shape_is_read_is_whole_where_parameters_are_cut() {
+        let norm = ParamSpec { shape_is_read: true, ..params(&[("norm.gamma", &[8])]).remove(0) };
+        let list = [norm, params(&[("linear.w", &[8])]).remove(0)];
+        for stage in Stage::ALL {
+            let plan = Plan::new(&WrapPolicy::new(), &list, &Mesh::one_dim(2), stage).unwrap();
+            let split: Vec<_> = plan.params().iter().map(PlannedParam::is_split).collect();
+            let cut = stage != Stage::Ddp;
+            assert_eq!(split, [cut && stage != Stage::Parameters, cut], "{stage}");
+        }
+    }
+
+    #[test]
     fn a_policy_that_matches_nothing_warns() {
         let policy = WrapPolicy::new().field("blokcs", FieldRule::units());
         let plan = Plan::new(&policy, &params(&[("blocks.0.w", &[2])]), &Mesh::one_dim(2), Stage::Parameters).unwrap();

@@ -8,7 +8,7 @@ use burn_train::{InferenceStep, ItemLazy, Learner, LearnerEvent, LearnerModel, T
 use super::records;
 use super::report::{EpochProgress, Note, Reporter, Shared};
 use super::share::{Batches, Share, Slice};
-use crate::{Error, Rank, ShardedModel, ShardedOptimizer, Sharded};
+use crate::{Error, Rank, Sharded, ShardedModel, ShardedOptimizer};
 
 /// One rank at work.
 pub(super) struct Worker<'a, M: LearnerModel> {

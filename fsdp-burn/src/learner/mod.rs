@@ -113,6 +113,7 @@ use share::Share;
 ///
 /// - Gradient accumulation is the configuration's `gradient_accumulation`, a mean over micro-batches;
 ///   `grads_accumulation` of the training, a sum, is refused.
+/// - A loss scale, and so "f16", is refused. With parameters in "bf16" the model's `forward` casts its input itself.
 /// - `TrainStep::optimize` is not called: parameters are stepped where they are sharded. `TrainStep::step` must call
 ///   `backward` once, on this model's loss, as Burn's examples do.
 /// - The output of a step is synchronized ([`ItemLazy::sync`](burn_train::ItemLazy::sync)) on its rank and must leave
@@ -201,6 +202,12 @@ impl OnRanks {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> Result<(M, SupervisedTrainingEventProcessor<M>), Error> {
+        if self.config.precision.resolved_loss_scale().is_some() {
+            return Err(Error::Misuse {
+                problem: "the configuration scales the loss, which a learner's `TrainStep` does not know of".into(),
+                remedy: "compute in \"bf16\" or \"f32\", or write the loop with `launch`, whose `backward` scales it",
+            });
+        }
         if let Some(num_batches) = components.grad_accumulation {
             return Err(Error::Misuse {
                 problem: format!("the training accumulates the gradients of {num_batches} batches into their sum"),
@@ -268,7 +275,8 @@ fn check_all_managed<M: LearnerModel>(model: &ShardedModel<M>) -> Result<(), Err
     match model.unmanaged().find(|entry| entry.spec.trainable) {
         Some(entry) => Err(Error::Parameter {
             parameter: entry.path(),
-            problem: "it is marked #[shard(ignore)] and would be trained, which a learner's training does not do".into(),
+            problem: "it is marked #[shard(ignore)] and would be trained, which a learner's training does not do"
+                .into(),
             remedy: "remove the attribute, or freeze the field with `no_grad`",
         }),
         None => Ok(()),

@@ -121,7 +121,10 @@ pub(super) fn load<M: Module>(
 }
 
 /// The state of whole parameters, on every rank that has rank 0's replica. *Collective.*
-pub(super) fn whole<M: Module>(optimizer: &ShardedOptimizer, model: &ShardedModel<M>) -> Result<OptimizerRecord, Error> {
+pub(super) fn whole<M: Module>(
+    optimizer: &ShardedOptimizer,
+    model: &ShardedModel<M>,
+) -> Result<OptimizerRecord, Error> {
     let links = model.engine().links();
     let reader = Reader::from_bytes(optimizer.record_bytes().map_err(error)?).map_err(error)?;
     let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());

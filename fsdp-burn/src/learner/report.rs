@@ -69,7 +69,9 @@ impl<T> Mailbox<T> {
 
     /// The notes of one round, in the order of ranks.
     fn take(&self) -> impl Iterator<Item = Note<T>> {
-        self.by_rank.iter().filter_map(|notes| notes.lock().unwrap_or_else(PoisonError::into_inner).pop_front().flatten())
+        self.by_rank
+            .iter()
+            .filter_map(|notes| notes.lock().unwrap_or_else(PoisonError::into_inner).pop_front().flatten())
     }
 }
 

@@ -108,7 +108,8 @@ fn running_statistics_are_the_mean_of_all_ranks_or_rank_0s_or_each_ranks_own() {
     };
     let rank_0 = |parts: Vec<Vec<f32>>| vec![parts[0].clone(); parts.len()];
     type Agree = fn(Vec<Vec<f32>>) -> Vec<Vec<f32>>;
-    let policies: [(Buffers, Agree); 3] = [(Buffers::Sync, mean), (Buffers::Rank0, rank_0), (Buffers::Local, |own| own)];
+    let policies: [(Buffers, Agree); 3] =
+        [(Buffers::Sync, mean), (Buffers::Rank0, rank_0), (Buffers::Local, |own| own)];
     for num_ranks in [2, 3] {
         for (policy, agree) in policies {
             let (plain, expected) = oracle(num_ranks, agree);
@@ -119,7 +120,10 @@ fn running_statistics_are_the_mean_of_all_ranks_or_rank_0s_or_each_ranks_own() {
                 assert_parity(&what, &plain, &outcome, Tolerance { absolute: 1e-4, ..Optimizer::Sgd.tolerance() });
                 for (rank, (expected, got)) in expected.iter().zip(&got).enumerate() {
                     for (a, b) in expected.iter().zip(got) {
-                        assert!((a - b).abs() <= 1e-4 * a.abs().max(1.0), "{what}: rank {rank} has {got:?}, not {expected:?}");
+                        assert!(
+                            (a - b).abs() <= 1e-4 * a.abs().max(1.0),
+                            "{what}: rank {rank} has {got:?}, not {expected:?}"
+                        );
                     }
                 }
                 let equal = got.iter().all(|statistics| *statistics == got[0]);
@@ -173,14 +177,19 @@ fn statistics_cost_one_small_message_per_step_where_there_are_some() {
     }
     // Means and variances of 5 and 7 channels, in four bytes each: rank 0 sends half in a reduction and all in a broadcast.
     let bytes = 2 * (5 + 7) * 4;
-    let (local, sync) = (sent::<Normed>(Buffers::Local, OpKind::AllReduce), sent::<Normed>(Buffers::Sync, OpKind::AllReduce));
+    let (local, sync) =
+        (sent::<Normed>(Buffers::Local, OpKind::AllReduce), sent::<Normed>(Buffers::Sync, OpKind::AllReduce));
     assert_eq!((sync.0 - local.0, sync.1 - local.1), (1, bytes));
     let local = sent::<Normed>(Buffers::Local, OpKind::Broadcast);
     let root = sent::<Normed>(Buffers::Rank0, OpKind::Broadcast);
     assert_eq!((root.0 - local.0, root.1 - local.1), (1, bytes));
     for &policy in Buffers::ALL {
         for kind in [OpKind::AllReduce, OpKind::Broadcast] {
-            assert_eq!(sent::<Mlp>(policy, kind), sent::<Mlp>(Buffers::Local, kind), "{policy}: a model without statistics");
+            assert_eq!(
+                sent::<Mlp>(policy, kind),
+                sent::<Mlp>(Buffers::Local, kind),
+                "{policy}: a model without statistics"
+            );
         }
     }
 }

@@ -6,7 +6,7 @@ use fsdp_burn::{Config, Error, OpKind, StepOutcome, launch};
 use fsdp_core::config_keys;
 
 use crate::common::models::{Gpt, Mlp, Normed, Trial};
-use crate::common::run::{Optimizer, plain_weights, seeded, share, weights};
+use crate::common::run::{Optimizer, Weights, plain_weights, seeded, share, weights};
 
 /// A key, two configurations that differ in it alone, and what is different with them.
 struct Case {
@@ -27,8 +27,17 @@ const CASES: &[Case] = &[
     case("threads_per_rank", "", ["threads_per_rank = 1", "threads_per_rank = 3"], threads),
     case("seed", "", ["seed = 1", "seed = 2"], initial_weights),
     case("prefetch.forward", "world_size = 2", ["prefetch.forward = 0", "prefetch.forward = 2"], gathered_in_forward),
-    case("prefetch.backward", "world_size = 2", ["prefetch.backward = 0", "prefetch.backward = 2"], gathered_in_backward),
+    case(
+        "prefetch.backward",
+        "world_size = 2",
+        ["prefetch.backward = 0", "prefetch.backward = 2"],
+        gathered_in_backward,
+    ),
     case("prefetch.max_bytes", "world_size = 2", ["", "prefetch.max_bytes = 1"], gathered_in_forward),
+    case("precision.parameters", "", ["", "precision.parameters = \"bf16\""], element_types),
+    case("precision.reduce", "world_size = 2", ["", "precision.reduce = \"bf16\""], reduced_bytes),
+    case("precision.output", "", ["", "precision.output = \"bf16\""], element_types),
+    case("precision.loss_scale", "", ["", "precision.loss_scale = 128.0"], loss_scale),
     case("training.gradient_accumulation", "", ["", "training.gradient_accumulation = 3"], outcomes),
     case("training.accumulate", TWO_BATCHES, ["", "training.accumulate = \"local\""], reductions),
     case("training.gradient_reduction", "world_size = 2", ["", "training.gradient_reduction = \"sum\""], final_weights),
@@ -149,7 +158,7 @@ fn final_weights(config: &Config) -> String {
 }
 
 /// What each step did, and the weights after them.
-fn trained(rank: &fsdp_burn::Rank, num_batches: usize) -> Result<(Vec<StepOutcome>, Vec<(String, Vec<f32>)>), Error> {
+fn trained(rank: &fsdp_burn::Rank, num_batches: usize) -> Result<(Vec<StepOutcome>, Weights), Error> {
     let mut model = start::<Mlp>(rank)?;
     let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
     let mut outcomes = Vec::new();
@@ -164,6 +173,34 @@ fn reductions(config: &Config) -> String {
     on_ranks(config, |rank| {
         trained(&rank, 4)?;
         Ok(rank.traffic().of(OpKind::ReduceScatter).num_ops)
+    })
+}
+
+fn reduced_bytes(config: &Config) -> String {
+    on_ranks(config, |rank| {
+        trained(&rank, 2)?;
+        Ok(rank.traffic().of(OpKind::ReduceScatter).sent_bytes)
+    })
+}
+
+/// Of what a layer computes with, and of what a loss gets.
+fn element_types(config: &Config) -> String {
+    on_ranks(config, |rank| {
+        let model = start::<Mlp>(&rank)?;
+        let weight = model.input.weight.val();
+        Ok((weight.dtype(), model.cast_output(weight).dtype()))
+    })
+}
+
+/// A loss that does not overflow by itself does with a scale.
+fn loss_scale(config: &Config) -> String {
+    on_ranks(config, |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let loss = model.loss(0, share(&rank), &rank.device());
+        let huge = loss.clone() * 1e38 / loss.into_scalar::<f32>();
+        let gradients = model.backward(huge)?;
+        Ok(format!("{:?}", optim.step(0.05, &mut model, gradients).map_err(|error| error.to_string())))
     })
 }
 

@@ -49,7 +49,12 @@ fn a_learner_trains_as_on_one_device_with_one_changed_line_and_every_stage_gives
             let what = format!("{stage} on {world_size}");
             assert_eq!(got.losses.len(), 21 * world_size, "{what}: metrics are of all ranks");
             assert_eq!(got.accuracies, plain.accuracies, "{what}");
-            assert!(got.rates.chunks(world_size).zip(&plain.rates).all(|(of_ranks, rate)| of_ranks.iter().all(|r| r == rate)));
+            assert!(
+                got.rates
+                    .chunks(world_size)
+                    .zip(&plain.rates)
+                    .all(|(of_ranks, rate)| of_ranks.iter().all(|r| r == rate))
+            );
             let (plain, sharded) = (by_step(&plain, 1), by_step(&got, world_size));
             assert_parity(&what, &plain, &sharded, Tolerance { losses: 1e-5, ..Optimizer::AdamW.tolerance() });
             assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{what}: another bit than stage 0");
@@ -86,7 +91,8 @@ fn micro_batches_of_a_learner_are_one_batch() {
     let plain = weights(on_one_device::<Classifier>(2, &whole));
     for &accumulate in Accumulate::ALL {
         let training = TrainingConfig { gradient_accumulation: 4, accumulate, ..TrainingConfig::default() };
-        let got = weights(on_ranks::<Classifier>(&Config { training, ..config(Stage::Parameters, 2) }, &lesson).unwrap());
+        let got =
+            weights(on_ranks::<Classifier>(&Config { training, ..config(Stage::Parameters, 2) }, &lesson).unwrap());
         assert_parity(&accumulate.to_string(), &plain, &got, Optimizer::AdamW.tolerance());
     }
 }
@@ -157,11 +163,17 @@ fn early_stopping_ends_all_ranks_after_the_same_epoch() {
     let lesson = Lesson { num_epochs: 50, ..even(2) };
     let loader = |items: &[Item]| DataLoaderBuilder::new(Stack).batch_size(30).build(InMemDataset::new(items.to_vec()));
     // Labels at random cannot be learned, so that the validation's loss soon rises.
-    let noise: Vec<Item> = lesson.valid.iter().enumerate().map(|(i, (x, _))| (x.clone(), (i * i % 7 % 3) as i64)).collect();
+    let noise: Vec<Item> =
+        lesson.valid.iter().enumerate().map(|(i, (x, _))| (x.clone(), (i * i % 7 % 3) as i64)).collect();
     let (training, log) = training::<Classifier>(&lesson, loader(&lesson.train), loader(&noise));
     let condition = StoppingCondition::NoImprovementSince { n_epochs: 2 };
-    let early =
-        MetricEarlyStoppingStrategy::new(&LossMetric::new(), Aggregate::Mean, Direction::Lowest, Split::Valid, condition);
+    let early = MetricEarlyStoppingStrategy::new(
+        &LossMetric::new(),
+        Aggregate::Mean,
+        Direction::Lowest,
+        Split::Valid,
+        condition,
+    );
     let training = training.early_stopping(early);
     let strategy = FsdpStrategy::new(&config(Stage::Parameters, 2));
     let result = strategy.launch(training, build::<Classifier>(), Optimizer::AdamW.build(), scheduler()).unwrap();

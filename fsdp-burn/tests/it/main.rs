@@ -14,6 +14,7 @@ mod learner;
 mod numbers;
 mod optimizers;
 mod parity;
+mod precision;
 mod recompute;
 mod recovery;
 mod shapes;

@@ -15,9 +15,7 @@ use burn::tensor::activation::tanh;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn::train::logger::{EvaluationProgressLogger, InMemoryMetricLogger, MetricLogger, TrainingProgressLogger};
 use burn::train::metric::store::{EpochSummary, MetricsUpdate, Split};
-use burn::train::metric::{
-    AccuracyMetric, LearningRateMetric, LossMetric, MetricDefinition, MetricId, NumericEntry,
-};
+use burn::train::metric::{AccuracyMetric, LearningRateMetric, LossMetric, MetricDefinition, MetricId, NumericEntry};
 use burn::train::renderer::{
     EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation, MetricsRendererTraining,
 };
@@ -80,7 +78,8 @@ impl Classifier {
     pub(crate) fn classify(&self, samples: Samples) -> ClassificationOutput {
         let x = self.hidden.iter().fold(samples.x, |x, layer| tanh(layer.forward(x)));
         let logits = self.output.forward(x);
-        let loss = CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), samples.classes.clone());
+        let loss =
+            CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), samples.classes.clone());
         ClassificationOutput::new(loss, logits, samples.classes)
     }
 }
@@ -226,7 +225,8 @@ impl Unions {
         let part = |rank: usize| &items[rank * items.len() / num_ranks..(rank + 1) * items.len() / num_ranks];
         let parts: Vec<Vec<&[Item]>> = (0..num_ranks).map(|rank| part(rank).chunks(batch_size).collect()).collect();
         let rounds = parts.iter().map(Vec::len).max().unwrap_or(0);
-        let union = |round: usize| parts.iter().filter_map(|part| part.get(round)).copied().flatten().cloned().collect();
+        let union =
+            |round: usize| parts.iter().filter_map(|part| part.get(round)).copied().flatten().cloned().collect();
         Arc::new(Self { batches: Arc::new((0..rounds).map(union).collect()), device: Device::flex() })
     }
 }

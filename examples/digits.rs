@@ -44,7 +44,7 @@ pub struct Digits {
 pub fn draw(seed: u64, index: usize) -> Digit {
     let mut random = Random::new(&[seed, index as u64]);
     let class = random.below(10);
-    let (left, top) = (1.5 + 4.0 * random.uniform(), 1.0 + 3.5 * random.uniform());
+    let (left, top) = (2.5 + 2.0 * random.uniform(), 1.5 + 2.0 * random.uniform());
     let (slant, bright) = (random.uniform() - 0.5, 0.5 + 0.5 * random.uniform());
     let mut pixel = |row: usize, column: usize| {
         let y = row as f64 - top;
@@ -53,7 +53,7 @@ pub fn draw(seed: u64, index: usize) -> Digit {
         let is_inside = (0.0..7.0).contains(&row) && (0.0..5.0).contains(&column);
         let is_ink = is_inside && GLYPHS[class][row as usize] >> (4 - column as usize) & 1 == 1;
         let ink = if is_ink { bright } else { 0.0 };
-        (ink + 0.6 * (random.uniform() - 0.5)) as f32
+        (ink + 0.4 * (random.uniform() - 0.5)) as f32
     };
     let places = (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| (row, column)));
     Digit { pixels: places.map(|(row, column)| pixel(row, column)).collect(), class }

@@ -138,7 +138,7 @@ fn run(args: &Args) -> Result<f64, Error> {
     let model = Reader::new(&device);
     let optimizer = AdamWConfig::new().init();
     let num_steps = args.epochs * NUM_TRAIN / args.batch;
-    let rate = LinearLrSchedulerConfig::new(2e-3, 1e-4, num_steps).init().map_err(Error::program)?;
+    let rate = LinearLrSchedulerConfig::new(5e-3, 1e-4, num_steps).init().map_err(Error::program)?;
 
     let result: LearningResult<Reader> = match args.one_device {
         true => training.launch(Learner::new(model, optimizer, rate)),

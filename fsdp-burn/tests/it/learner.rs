@@ -15,11 +15,11 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Interrupter, MetricEarlyStoppingStrategy, StoppingCondition, TrainOutput,
     TrainStep, TrainingError,
 };
-use fsdp_burn::{Accumulate, Config, Error, FsdpStrategy, Sharded, Stage, TrainingConfig};
+use fsdp_burn::{Accumulate, Config, Dtype, Error, FsdpStrategy, Sharded, Stage, TrainingConfig};
 
 use crate::common::learner::{
-    Classifier, Classify, Item, Lesson, Lessons, Samples, Stack, build, items, on_one_device, on_ranks, scheduler,
-    training,
+    Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, Samples, Stack, build, items, on_one_device, on_ranks,
+    scheduler, training,
 };
 use crate::common::run::{Optimizer, Outcome, Tolerance, assert_parity, config, plain_weights};
 
@@ -94,6 +94,26 @@ fn micro_batches_of_a_learner_are_one_batch() {
         let got =
             weights(on_ranks::<Classifier>(&Config { training, ..config(Stage::Parameters, 2) }, &lesson).unwrap());
         assert_parity(&accumulate.to_string(), &plain, &got, Optimizer::AdamW.tolerance());
+    }
+}
+
+#[test]
+fn what_computes_in_bf16_trains_float32_masters_and_returns_and_saves_those() {
+    let scratch = Scratch::new("bf16");
+    let lesson = Lesson { folder: Some(scratch.0.clone()), num_epochs: 2, ..even(2) };
+    let mut first: Option<Lessons> = None;
+    for stage in Stage::ALL {
+        let mut half = config(stage, 2);
+        half.precision.parameters = Dtype::Bf16;
+        let got = on_ranks::<HalfClassifier>(&half, &lesson).unwrap();
+        assert!(got.losses[27] < 0.8 * got.losses[0], "{stage}: it learns: {:?}", got.losses);
+        let is_rounded = |&value: &f32| value.to_bits() & 0xFFFF == 0;
+        let rounded = got.weights.iter().flat_map(|(_, values)| values).filter(|&value| is_rounded(value)).count();
+        assert!(rounded < 10, "{stage}: {rounded} weights are bf16");
+        assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{stage}: another bit than stage 0");
+        // One device loads the masters, and has nothing left to train.
+        let on = Lesson { resume_after: Some(2), num_epochs: 2, ..lesson.clone() };
+        assert_eq!(on_one_device::<HalfClassifier>(2, &on).weights, got.weights, "{stage}: what was saved");
     }
 }
 
@@ -355,6 +375,13 @@ fn what_a_sharded_learner_would_do_differently_is_refused_with_the_remedy() {
     let refused = strategy().launch(training_here, model, Optimizer::AdamW.build(), scheduler());
     let error = refused.map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("`outside.weight`") && error.contains("#[shard(ignore)]"), "{error}");
+
+    let mut half = config(Stage::Parameters, 2);
+    half.precision.parameters = Dtype::F16;
+    let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());
+    let refused = FsdpStrategy::new(&half).launch(training_here, build(), Optimizer::AdamW.build(), scheduler());
+    let error = refused.map(|_: burn::train::LearningResult<Classifier>| ()).unwrap_err().to_string();
+    assert!(error.contains("scales the loss") && error.contains("bf16"), "{error}");
 
     let bad = Config { timeout_s: -1.0, ..config(Stage::Parameters, 2) };
     let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());

@@ -13,6 +13,7 @@ mod failure;
 mod learner;
 mod numbers;
 mod optimizers;
+mod pace;
 mod parity;
 mod precision;
 mod recompute;

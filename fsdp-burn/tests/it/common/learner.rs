@@ -12,7 +12,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::activation::tanh;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn::train::logger::{EvaluationProgressLogger, InMemoryMetricLogger, MetricLogger, TrainingProgressLogger};
 use burn::train::metric::store::{EpochSummary, MetricsUpdate, Split};
 use burn::train::metric::{AccuracyMetric, LearningRateMetric, LossMetric, MetricDefinition, MetricId, NumericEntry};
@@ -76,8 +76,13 @@ pub(crate) struct Classifier {
 
 impl Classifier {
     pub(crate) fn classify(&self, samples: Samples) -> ClassificationOutput {
-        let x = self.hidden.iter().fold(samples.x, |x, layer| tanh(layer.forward(x)));
-        let logits = self.output.forward(x);
+        self.classify_in(FloatDType::F32, samples)
+    }
+
+    /// With weights of another type.
+    fn classify_in(&self, dtype: FloatDType, samples: Samples) -> ClassificationOutput {
+        let x = self.hidden.iter().fold(samples.x.cast(dtype), |x, layer| tanh(layer.forward(x)));
+        let logits = self.output.forward(x).cast(FloatDType::F32);
         let loss =
             CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), samples.classes.clone());
         ClassificationOutput::new(loss, logits, samples.classes)
@@ -113,6 +118,38 @@ impl InferenceStep for Classifier {
 
     fn step(&self, samples: Samples) -> ClassificationOutput {
         self.classify(samples)
+    }
+}
+
+/// [`Classifier`] for weights in bf16.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct HalfClassifier {
+    #[shard(nested)]
+    inner: Classifier,
+}
+
+impl Classify for HalfClassifier {
+    fn build(device: &Device) -> Self {
+        Self { inner: Classifier::build(device) }
+    }
+}
+
+impl TrainStep for HalfClassifier {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
+        let output = self.inner.classify_in(FloatDType::BF16, samples);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for HalfClassifier {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> ClassificationOutput {
+        self.inner.classify_in(FloatDType::BF16, samples)
     }
 }
 

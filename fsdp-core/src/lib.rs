@@ -64,8 +64,8 @@ pub use comm::{
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrecisionConfig,
-    PrefetchConfig, TrainingConfig, config_keys,
+    Accumulate, Buffers, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place,
+    PrecisionConfig, PrefetchConfig, TrainingConfig, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;

@@ -21,6 +21,9 @@ pub struct ParamSpec {
     pub trainable: bool,
     /// The op that uses the parameter holds it from forward to backward, as Burn's embedding does with its table.
     pub held_by_op: bool,
+    /// The layer looks at the shape that the model stores, as Burn's batch norm and RMS norm do: where parameters are cut,
+    /// this one stays whole on every rank.
+    pub shape_is_read: bool,
     /// Further places where the model uses the same parameter: tied weights. Paths as in `path`.
     pub also: Vec<Vec<String>>,
 }
@@ -36,7 +39,7 @@ pub struct PlannedParam {
     pub trainable: bool,
     /// How the parameter is cut over the shard axis.
     pub layout: ShardLayout,
-    /// Every rank holds and steps the whole parameter: stage 0, or `#[shard(replicate)]`.
+    /// Every rank holds and steps the whole parameter: stage 0, `#[shard(replicate)]`, or [`ParamSpec::shape_is_read`].
     pub replicated: bool,
     /// Further paths of the same parameter, which is tied. It is counted, sent and stepped once, under `path`.
     pub also: Vec<String>,
@@ -338,7 +341,8 @@ impl Plan {
             // Root parameters are used all over the model, so the root unit stays gathered, as in FSDP2.
             None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
         };
-        let replicated = self.stage == Stage::Ddp || replicated;
+        let stays_whole = param.shape_is_read && self.stage.shards_parameters();
+        let replicated = self.stage == Stage::Ddp || replicated || stays_whole;
         self.units[unit].params.push(self.params.len());
         let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, also };
         let bytes = 4 * planned.layout.full_len() as u64;
@@ -506,6 +510,18 @@ mod tests {
         assert_eq!(plan.num_params(), 2);
         let nothing = Plan::new(&policy, &list[..1], &Mesh::one_dim(2), Stage::Parameters);
         assert_eq!(nothing, Err(PlanError::NoParameters));
+    }
+
+    #[test]
+    fn a_parameter_whose_shape_is_read_is_whole_where_parameters_are_cut() {
+        let norm = ParamSpec { shape_is_read: true, ..params(&[("norm.gamma", &[8])]).remove(0) };
+        let list = [norm, params(&[("linear.w", &[8])]).remove(0)];
+        for stage in Stage::ALL {
+            let plan = Plan::new(&WrapPolicy::new(), &list, &Mesh::one_dim(2), stage).unwrap();
+            let split: Vec<_> = plan.params().iter().map(PlannedParam::is_split).collect();
+            let cut = stage != Stage::Ddp;
+            assert_eq!(split, [cut && stage != Stage::Parameters, cut], "{stage}");
+        }
     }
 
     #[test]

@@ -45,17 +45,21 @@ mod comm;
 mod config;
 mod cost;
 mod dtype;
+mod hardware;
 mod layout;
 mod memory;
 mod mesh;
 mod plan;
 mod policy;
 mod schedule;
+mod shape;
+mod simulate;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod trace;
+mod transformer;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
@@ -67,12 +71,20 @@ pub use config::{
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
+pub use hardware::{Device, NamedLink, Network, Placement};
 pub use layout::ShardLayout;
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
+pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
+pub use simulate::{
+    Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope, Search,
+    SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
+    sensitivity, simulate, timeline,
+};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
+pub use transformer::Transformer;

@@ -38,6 +38,8 @@ pub struct PlannedParam {
     pub layout: ShardLayout,
     /// Every rank holds and steps the whole parameter: stage 0, or `#[shard(replicate)]`.
     pub replicated: bool,
+    /// The rules say that it is not cut, at any stage: `#[shard(replicate)]`.
+    pub uncut: bool,
     /// Further paths of the same parameter, which is tied. It is counted, sent and stepped once, under `path`.
     pub also: Vec<String>,
 }
@@ -328,7 +330,7 @@ impl Plan {
                 return Err(PlanError::Tied { parameter, first, as_parameter: told(&other_cut), as_first: told(&cut) });
             }
         }
-        let Some((layout, replicated)) = cut else {
+        let Some((layout, uncut)) = cut else {
             self.ignored.extend([path].into_iter().chain(also));
             return Ok(());
         };
@@ -338,9 +340,9 @@ impl Plan {
             // Root parameters are used all over the model, so the root unit stays gathered, as in FSDP2.
             None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
         };
-        let replicated = self.stage == Stage::Ddp || replicated;
+        let replicated = self.stage == Stage::Ddp || uncut;
         self.units[unit].params.push(self.params.len());
-        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, also };
+        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, uncut, also };
         let bytes = 4 * planned.layout.full_len() as u64;
         if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
             self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });

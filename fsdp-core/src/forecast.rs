@@ -19,8 +19,6 @@ pub struct StageForecast {
     pub memory: MemoryEstimate,
     /// The step in the simulator: times and traffic, with the spans of rank 0.
     pub report: SimReport,
-    /// Bytes that a rank sends in a step.
-    pub sent_bytes: u64,
     /// Whether the peak fits into the device; `None` if its size is not given.
     pub fits: Option<bool>,
     /// The least number of ranks, all along the shard axis, on which the peak fits; `None` where no number does, or no
@@ -80,7 +78,6 @@ impl Forecast {
             let report = simulate(&job.workload(stage), &options);
             StageForecast {
                 stage,
-                sent_bytes: report.traffic.sent_bytes(job.precision.element_bytes()),
                 report,
                 fits: device_bytes.map(|bytes| memory.peak_or_known_bytes() <= bytes),
                 min_ranks: device_bytes.and_then(|bytes| min_ranks_of(job, stage, bytes)),
@@ -193,7 +190,10 @@ mod tests {
     fn a_model_that_fits_whole_is_not_sharded() {
         let advice = forecast(&job(1_000_000, 4, 1e10), 1 << 30).advice;
         assert_eq!((advice.stage, advice.is_worth_it), (Some(Stage::Ddp), false));
-        assert!(advice.reason.starts_with("sharding is not worth it: all of the state fits on every rank, "), "{advice}");
+        assert!(
+            advice.reason.starts_with("sharding is not worth it: all of the state fits on every rank, "),
+            "{advice}"
+        );
     }
 
     #[test]

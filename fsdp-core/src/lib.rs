@@ -48,6 +48,7 @@ mod dtype;
 mod forecast;
 mod hardware;
 mod layout;
+mod loss_scale;
 mod memory;
 mod mesh;
 mod plan;
@@ -62,26 +63,28 @@ mod stage;
 pub mod testing;
 mod trace;
 mod transformer;
+mod unit_state;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,
-    TrainingConfig, config_keys,
+    Accumulate, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, Place, PrecisionConfig,
+    PrefetchConfig, TrainingConfig, Translated, TranslatedItem, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, NamedLink, Network, Placement};
 pub use layout::ShardLayout;
+pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
+pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTraits};
 pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
     Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope, Search,
@@ -92,3 +95,4 @@ pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
 pub use transformer::Transformer;
+pub use unit_state::{UnitState, WrongOrder};

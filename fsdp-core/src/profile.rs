@@ -97,7 +97,8 @@ impl Profile {
             return Err(wrong(format!("its format is \"{}\", and \"{FORMAT}\" is read here", profile.format)));
         }
         let MeasuredLinks { all_gather, reduce_scatter, all_reduce } = profile.collectives;
-        for (name, link) in [("all_gather", all_gather), ("reduce_scatter", reduce_scatter), ("all_reduce", all_reduce)] {
+        for (name, link) in [("all_gather", all_gather), ("reduce_scatter", reduce_scatter), ("all_reduce", all_reduce)]
+        {
             if !(link.alpha_s >= 0.0 && link.beta_s_per_byte >= 0.0) {
                 return Err(wrong(format!("`collectives.{name}` has a negative time")));
             }

@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
-    Accumulate, Axis, ComputePrecision, Config, Link, MemoryEstimate, MemoryModel, Mesh, ModelShape, Network,
-    NonFinite, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic, UnitShape, UnitTraits,
+    Accumulate, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
+    Network, NonFinite, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic, UnitShape,
+    UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -105,8 +106,10 @@ pub struct Job {
     pub accumulate: Accumulate,
     /// Whether the step waits for the norm of all gradients.
     pub needs_norm: bool,
-    /// Element type of parameters, gradients and what is sent.
+    /// Element type of parameters and gradients, and of gathers.
     pub precision: ComputePrecision,
+    /// Bytes of an element in reductions.
+    pub reduce_bytes: u64,
     /// The optimizer.
     pub optimizer: OptimizerKind,
     /// Tokens of one rank in one micro-batch.
@@ -132,11 +135,13 @@ impl Job {
         Self::configured(shape, &config, machine)
     }
 
-    /// A job as `config` says, float32 with Adam and 2048 tokens.
+    /// A job as `config` says, with Adam and 2048 tokens.
     ///
     /// # Panics
     /// If the world size is 0, which [`Config::validate`] refuses.
     pub fn configured(shape: ModelShape, config: &Config, machine: Machine) -> Self {
+        let is_half = config.precision.parameters.size_bytes() == 2;
+        let scales = config.precision.resolved_loss_scale() == Some(LossScale::Dynamic);
         Self {
             shape,
             mesh: config.resolved_mesh(),
@@ -144,8 +149,10 @@ impl Job {
             num_micro_batches: config.training.gradient_accumulation,
             accumulate: config.training.accumulate,
             needs_norm: config.training.gradient_clip_norm.is_some()
-                || config.training.non_finite != NonFinite::Propagate,
-            precision: ComputePrecision::default(),
+                || config.training.non_finite != NonFinite::Propagate
+                || scales,
+            precision: if is_half { ComputePrecision::Mixed16 } else { ComputePrecision::F32 },
+            reduce_bytes: config.precision.reduce.size_bytes() as u64,
             optimizer: OptimizerKind::default(),
             num_tokens: 2048,
             recompute: false,
@@ -220,7 +227,7 @@ impl Job {
             uses: Uses::in_order(self.shape.units.len()),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
-            norm: Move { scope: Scope::World, seconds, traffic: norm_traffic },
+            norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
         }
     }
 
@@ -310,25 +317,23 @@ impl Job {
     }
 
     fn gather(&self, shard_len: u64) -> Move {
-        let seconds = self.machine.network.all_gather_s(self.placed(Scope::Shard), self.bytes(shard_len));
+        let element_bytes = self.precision.element_bytes();
+        let seconds = self.machine.network.all_gather_s(self.placed(Scope::Shard), element_bytes * shard_len);
         let traffic = StepTraffic::all_gather(self.num_shards() as u64, shard_len);
-        Move { scope: Scope::Shard, seconds, traffic }
+        Move { scope: Scope::Shard, seconds, traffic, element_bytes }
     }
 
     fn reduce_scatter(&self, shard_len: u64) -> Move {
-        let seconds = self.machine.network.reduce_scatter_s(self.placed(Scope::Shard), self.bytes(shard_len));
+        let element_bytes = self.reduce_bytes;
+        let seconds = self.machine.network.reduce_scatter_s(self.placed(Scope::Shard), element_bytes * shard_len);
         let traffic = StepTraffic::reduce_scatter(self.num_shards() as u64, shard_len);
-        Move { scope: Scope::Shard, seconds, traffic }
+        Move { scope: Scope::Shard, seconds, traffic, element_bytes }
     }
 
     fn all_reduce(&self, scope: Scope, full_len: u64) -> Move {
-        let placed = self.placed(scope);
-        let seconds = self.machine.network.all_reduce_s(placed, self.bytes(full_len));
-        Move { scope, seconds, traffic: StepTraffic::all_reduce(placed.num_ranks, full_len) }
-    }
-
-    fn bytes(&self, len: u64) -> u64 {
-        self.precision.element_bytes() * len
+        let (placed, element_bytes) = (self.placed(scope), self.reduce_bytes);
+        let seconds = self.machine.network.all_reduce_s(placed, element_bytes * full_len);
+        Move { scope, seconds, traffic: StepTraffic::all_reduce(placed.num_ranks, full_len), element_bytes }
     }
 
     fn placed(&self, scope: Scope) -> Placement {

@@ -15,6 +15,8 @@ pub enum Instruction {
     Forward(UnitIndex),
     /// The unit computes in backward.
     Backward(UnitIndex),
+    /// Backward is over, and its micro-batch the last one.
+    BeginStep,
     /// The ranks agree on the norm of all gradients.
     Norm,
 }
@@ -66,13 +68,14 @@ pub struct StepRules {
 ///     needs_norm: false,
 /// };
 /// let program = Program::steady(&rules, &[unit; 2], &Uses::in_order(2));
-/// assert_eq!(program.instructions[..5], [
+/// // The step before has begun to gather what this one uses first.
+/// assert_eq!(program.instructions[..4], [
 ///     Instruction::BeginForward,
-///     Instruction::Act(Action::Gather(0)),
-///     Instruction::Act(Action::Gather(1)), // ahead
 ///     Instruction::Act(Action::WaitGather(0)),
 ///     Instruction::Forward(0),
+///     Instruction::Act(Action::Free(0)),
 /// ]);
+/// assert!(program.actions().skip_while(|action| *action != Action::Step(0)).any(|next| next == Action::Gather(0)));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
@@ -102,14 +105,16 @@ impl Program {
 
     /// The most that is gathered at once, in bytes.
     pub fn peak_gathered_bytes(&self, units: &[UnitTraits]) -> u64 {
-        let (mut now, mut most) = (0, 0);
-        for action in self.actions() {
+        let (mut gathered, mut most) = (vec![false; units.len()], 0);
+        // A step begins with what the one before has gathered for it.
+        for action in self.actions().chain(self.actions()) {
             match action {
-                Action::Gather(unit) => now += units[unit].gathered_bytes as u64,
-                Action::Free(unit) => now -= units[unit].gathered_bytes as u64,
+                Action::Gather(unit) => gathered[unit] = true,
+                Action::Free(unit) => gathered[unit] = false,
                 _ => {}
             }
-            most = most.max(now);
+            let held = units.iter().zip(&gathered).filter(|(_, gathered)| **gathered);
+            most = most.max(held.map(|(traits, _)| traits.gathered_bytes as u64).sum());
         }
         most
     }
@@ -135,8 +140,9 @@ fn step(
             schedule.gradient_expected(unit);
         }
         if schedule.needs_reduce_order() {
-            let order = schedule.expected_reduce_order();
-            schedule.set_reduce_order(order);
+            let (reduces, uses) = (schedule.expected_reduce_order(), schedule.first_uses().to_vec());
+            schedule.set_reduce_order(reduces);
+            schedule.set_first_uses(uses);
         }
         let last = micro_batch + 1 == rules.num_micro_batches;
         schedule.begin_backward(rules.accumulate == Accumulate::Reduced || last);
@@ -153,6 +159,7 @@ fn step(
         let actions = schedule.end_backward();
         act(instructions, actions);
     }
+    instructions.push(Instruction::BeginStep);
     let actions = schedule.reduce_rest();
     act(instructions, actions);
     if rules.needs_norm {

@@ -243,7 +243,7 @@ impl SimReport {
 }
 
 fn alone(seconds: f64) -> Move {
-    Move { scope: Scope::World, seconds, traffic: StepTraffic::default() }
+    Move { scope: Scope::World, seconds, traffic: StepTraffic::default(), element_bytes: 0 }
 }
 
 fn sorted<T: Ord>(items: impl Iterator<Item = T>) -> Vec<T> {

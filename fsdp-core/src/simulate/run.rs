@@ -46,7 +46,8 @@ pub struct SimSpan {
     pub end_s: f64,
 }
 
-/// What a simulation found. Times are of one step, means over steps and ranks.
+/// What a simulation found. Times are of one step, means over steps and ranks, after a first step that is not counted: a
+/// step gathers ahead for the one after it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimReport {
     /// Seconds from one step to the next.
@@ -59,6 +60,8 @@ pub struct SimReport {
     pub communication_s: f64,
     /// What each rank sends.
     pub traffic: StepTraffic,
+    /// The same in bytes.
+    pub sent_bytes: u64,
     /// The most that is gathered at once, in bytes.
     pub peak_gathered_bytes: u64,
     /// Kinds of ranks that had to be simulated. See [Note: Ranks that cannot be told apart].
@@ -118,30 +121,31 @@ pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
         traced,
         classes,
         step: 0,
+        origin: 0.0,
         in_backward: false,
         event: 0,
         traffic: StepTraffic::default(),
+        sent_bytes: 0,
         num_updates: 0,
         spans: Vec::new(),
     };
-    for _ in 0..options.num_steps {
-        for &instruction in &program.instructions {
-            run.execute(instruction);
-        }
-        run.step += 1;
+    let num_steps = options.num_steps.max(1);
+    run.step(&program);
+    let origin = run.begin_measuring();
+    for _ in 0..num_steps {
+        run.step(&program);
     }
-    let num_steps = options.num_steps.max(1) as f64;
     let mean = |of: fn(&Clock) -> f64| {
         let weighted = run.clocks.iter().zip(&run.classes.members).map(|(clock, &(_, count))| of(clock) * count as f64);
-        weighted.sum::<f64>() / (world_size as f64 * num_steps)
+        weighted.sum::<f64>() / (world_size * num_steps) as f64
     };
-    let end = run.clocks.iter().map(|clock| clock.now).fold(0.0, f64::max);
     SimReport {
-        step_s: end / num_steps,
+        step_s: (run.end() - origin) / num_steps as f64,
         compute_s: mean(|clock| clock.computed),
         exposed_s: mean(|clock| clock.waited),
         communication_s: mean(|clock| clock.communicated),
-        traffic: divided(run.traffic, options.num_steps.max(1) as u64),
+        traffic: divided(run.traffic, num_steps as u64),
+        sent_bytes: run.sent_bytes / num_steps as u64,
         peak_gathered_bytes: program.peak_gathered_bytes(&workload.traits),
         num_classes,
         num_updates: run.num_updates,
@@ -196,19 +200,47 @@ struct Run<'a> {
     /// Classes of the traced ranks, and the ranks.
     traced: Vec<(usize, usize)>,
     step: u64,
+    /// When measuring began.
+    origin: f64,
     in_backward: bool,
     /// Computations so far: each has a jitter of its own.
     event: u64,
     traffic: StepTraffic,
+    sent_bytes: u64,
     num_updates: u64,
     spans: Vec<SimSpan>,
 }
 
 impl Run<'_> {
+    fn step(&mut self, program: &Program) {
+        for &instruction in &program.instructions {
+            self.execute(instruction);
+        }
+        self.step += 1;
+    }
+
+    fn end(&self) -> f64 {
+        self.clocks.iter().map(|clock| clock.now).fold(0.0, f64::max)
+    }
+
+    /// Forgets all but what is under way, and returns the time.
+    fn begin_measuring(&mut self) -> f64 {
+        let origin = self.end();
+        for clock in &mut self.clocks {
+            (clock.computed, clock.waited, clock.communicated) = (0.0, 0.0, 0.0);
+        }
+        (self.traffic, self.sent_bytes, self.step, self.origin) = (StepTraffic::default(), 0, 0, origin);
+        self.spans.retain(|span| span.end_s > origin);
+        for span in &mut self.spans {
+            (span.step, span.start_s, span.end_s) = (0, 0.0, span.end_s - origin);
+        }
+        origin
+    }
+
     fn execute(&mut self, instruction: Instruction) {
         let units = &self.workload.units;
         match instruction {
-            Instruction::BeginForward => self.in_backward = false,
+            Instruction::BeginForward | Instruction::BeginStep => self.in_backward = false,
             Instruction::BeginBackward => self.in_backward = true,
             Instruction::Forward(unit) => self.compute(SpanKind::Forward, unit, units[unit].forward_s),
             Instruction::Backward(unit) => self.compute(SpanKind::Backward, unit, units[unit].backward_s),
@@ -271,6 +303,7 @@ impl Run<'_> {
                 },
             );
             self.traffic += one.traffic;
+            self.sent_bytes += one.traffic.sent_bytes(one.element_bytes);
         }
         let row = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };
         for (class, &start_s) in begun.iter().enumerate() {
@@ -333,6 +366,7 @@ impl Run<'_> {
         start_s: f64,
         end_s: f64,
     ) {
+        let (start_s, end_s) = ((start_s - self.origin).max(0.0), end_s - self.origin);
         for &(_, rank) in self.traced.iter().filter(|(traced, _)| *traced == class) {
             self.spans.push(SimSpan { rank, stream, kind, unit, step: self.step, start_s, end_s });
         }

@@ -13,6 +13,8 @@ pub struct Move {
     pub seconds: f64,
     /// What each rank sends.
     pub traffic: StepTraffic,
+    /// Bytes of an element on the way.
+    pub element_bytes: u64,
 }
 
 /// One unit.

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fsdp_core::{
-    Axis, Collectives, ComputePrecision, Config, Device, Job, Link, Machine, Mesh, NamedLink, Network, Profile, Speed,
+    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, Mesh, NamedLink, Network, Profile, Speed,
 };
 
-use crate::model::Model;
+use crate::model::ModelArgs;
 use crate::number::{parse_above_zero, parse_not_negative, parse_positive, parse_share};
 use crate::size::parse_size;
 use crate::table::{rate, seconds};
@@ -79,12 +79,16 @@ pub(crate) struct Setting {
 }
 
 impl MachineArgs {
-    pub(crate) fn setting(&self, model: Model) -> Result<Setting, Box<dyn Error>> {
-        let config = self.config()?;
+    pub(crate) fn setting(&self, model: &ModelArgs) -> Result<Setting, Box<dyn Error>> {
+        let mut config = self.config()?;
+        if let Some(precision) = model.precision {
+            config.precision.parameters = precision.dtype();
+        }
+        let model = model.model(&config)?;
         let mesh = config.resolved_mesh();
         let device = self.device()?;
         let (network, network_told) = self.network(device)?;
-        let (speed, speed_told) = self.speed(device, model.precision)?;
+        let (speed, speed_told) = self.speed(device, config.precision.parameters)?;
         let memory = self.device_memory.or(device.map(|device| device.memory_bytes));
         let params = crate::table::grouped(model.shape.parameter_len());
         let mut told = vec![
@@ -99,7 +103,6 @@ impl MachineArgs {
         told.push(("settings", format!("prefetch {} and {}, {micro_batches} micro-batches", depths.0, depths.1)));
         let machine = Machine { network, speed };
         let job = Job {
-            precision: model.precision,
             optimizer: model.optimizer,
             num_tokens: model.num_tokens,
             recompute: model.recompute,
@@ -142,8 +145,10 @@ impl MachineArgs {
         let known = Device::ALL.map(|device| device.name).join(", ");
         match Device::find(name) {
             Some(device) => Ok(Some(device)),
-            None => Err(format!("--device: `{name}` is not known; take one of {known}, or --device-memory and --flops")
-                .into()),
+            None => {
+                Err(format!("--device: `{name}` is not known; take one of {known}, or --device-memory and --flops")
+                    .into())
+            }
         }
     }
 
@@ -173,7 +178,8 @@ impl MachineArgs {
             ranks_per_node: self.gpus_per_node as u64,
         };
         let told = |link: Link, named: NamedLink| {
-            let source = if link == named.link { format!("{} ({})", named.name, named.source) } else { "as given".into() };
+            let source =
+                if link == named.link { format!("{} ({})", named.name, named.source) } else { "as given".into() };
             format!("{} and {}: {source}", seconds(link.alpha_s), rate(1.0 / link.beta_s_per_byte, "B"))
         };
         let lines = vec![
@@ -186,16 +192,13 @@ impl MachineArgs {
     fn speed(
         &self,
         device: Option<Device>,
-        precision: ComputePrecision,
+        precision: Dtype,
     ) -> Result<(Speed, Vec<(&'static str, String)>), Box<dyn Error>> {
         if let (Some(pass_s), Some(optimizer_s)) = (self.pass_s, self.optimizer_s) {
             let told = format!("{} a micro-batch and {} a step, measured", seconds(pass_s), seconds(optimizer_s));
             return Ok((Speed::Measured { pass_s, optimizer_s }, vec![("one rank", told)]));
         }
-        let peak = |device: Device| match precision {
-            ComputePrecision::F32 => device.flops_32,
-            ComputePrecision::Mixed16 => device.flops_16,
-        };
+        let peak = |device: Device| if precision.size_bytes() == 2 { device.flops_16 } else { device.flops_32 };
         let flops_per_s = match (self.flops, device) {
             (Some(flops), _) => flops,
             (None, Some(device)) => self.mfu * peak(device),
@@ -227,7 +230,8 @@ impl MachineArgs {
 fn named(option: &str, name: &str) -> Result<NamedLink, Box<dyn Error>> {
     let known = NamedLink::ALL.map(|link| link.name).join(", ");
     NamedLink::find(name).ok_or_else(|| {
-        let own = if option == "--link" { "--alpha-us with --bandwidth" } else { "--node-alpha-us with --node-bandwidth" };
+        let own =
+            if option == "--link" { "--alpha-us with --bandwidth" } else { "--node-alpha-us with --node-bandwidth" };
         format!("{option}: `{name}` is not known; take one of {known}, or give {own}").into()
     })
 }

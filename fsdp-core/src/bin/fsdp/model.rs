@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use fsdp_core::{ComputePrecision, ModelShape, OptimizerKind, Transformer};
+use fsdp_core::{ComputePrecision, Config, Dtype, ModelShape, OptimizerKind, Transformer};
 
 use crate::number::{parse_count, parse_positive};
 use crate::size::parse_size;
@@ -38,9 +38,10 @@ pub(crate) struct ModelArgs {
     /// Sequences of a rank in one micro-batch
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_positive)]
     batch: usize,
-    /// Element type of parameters, gradients and activations; with 16 bits, float32 master weights
-    #[arg(long, value_enum, default_value_t = Precision::F32)]
-    precision: Precision,
+    /// Element type of parameters, gradients and activations; with 16 bits, float32 master weights [default: the
+    /// configuration's, which is f32 unless it says otherwise]
+    #[arg(long, value_enum)]
+    pub(crate) precision: Option<Precision>,
     /// The optimizer
     #[arg(long, value_enum, default_value_t = Optimizer::Adam)]
     optimizer: Optimizer,
@@ -53,7 +54,7 @@ pub(crate) struct ModelArgs {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Precision {
+pub(crate) enum Precision {
     F32,
     Bf16,
     F16,
@@ -72,7 +73,6 @@ enum Optimizer {
 /// The model, and what is said of it in the report.
 pub(crate) struct Model {
     pub(crate) shape: ModelShape,
-    pub(crate) precision: ComputePrecision,
     pub(crate) optimizer: OptimizerKind,
     pub(crate) num_tokens: u64,
     pub(crate) recompute: bool,
@@ -81,13 +81,23 @@ pub(crate) struct Model {
     pub(crate) training: String,
 }
 
+impl Precision {
+    pub(crate) fn dtype(self) -> Dtype {
+        match self {
+            Precision::F32 => Dtype::F32,
+            Precision::Bf16 => Dtype::Bf16,
+            Precision::F16 => Dtype::F16,
+        }
+    }
+}
+
 impl ModelArgs {
-    pub(crate) fn model(&self) -> Result<Model, Box<dyn std::error::Error>> {
+    /// The model with its training in the element type of the configuration.
+    pub(crate) fn model(&self, config: &Config) -> Result<Model, Box<dyn std::error::Error>> {
         let (shape, transformer, told) = self.shape()?;
-        let (precision, precision_name) = match self.precision {
-            Precision::F32 => (ComputePrecision::F32, "float32"),
-            Precision::Bf16 => (ComputePrecision::Mixed16, "bf16 with float32 master weights"),
-            Precision::F16 => (ComputePrecision::Mixed16, "f16 with float32 master weights"),
+        let (precision, precision_name) = match config.precision.parameters {
+            Dtype::F32 | Dtype::F64 => (ComputePrecision::F32, "float32".to_owned()),
+            half => (ComputePrecision::Mixed16, format!("{half} with float32 master weights")),
         };
         let (optimizer, optimizer_name) = match self.optimizer {
             Optimizer::Adam => (OptimizerKind::Adam, "Adam"),
@@ -98,7 +108,6 @@ impl ModelArgs {
         let recompute = if self.recompute { ", blocks recomputed" } else { "" };
         Ok(Model {
             shape,
-            precision,
             optimizer,
             num_tokens: (self.batch * self.sequence) as u64,
             recompute: self.recompute,

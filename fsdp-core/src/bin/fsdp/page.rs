@@ -180,7 +180,7 @@ fn numbers(setting: &Setting, forecast: &Forecast) -> String {
             human_bytes(of.memory.peak_or_known_bytes()),
             of.fits.map_or("?", |fits| if fits { "yes" } else { "no" }).to_owned(),
             of.min_ranks.map_or("-".into(), |ranks| ranks.to_string()),
-            human_bytes(of.sent_bytes),
+            human_bytes(of.report.sent_bytes),
             seconds(of.report.compute_s),
             seconds(of.report.exposed_s),
             seconds(of.report.step_s),

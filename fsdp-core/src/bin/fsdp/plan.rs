@@ -37,7 +37,7 @@ pub(crate) struct Plan {
 
 impl Plan {
     pub(crate) fn run(self) -> Result<ExitCode, Box<dyn Error>> {
-        let setting = self.machine.setting(self.model.model()?)?;
+        let setting = self.machine.setting(&self.model)?;
         let forecast = Forecast::new(&setting.job, setting.device_bytes);
         if let Some(file) = &self.html {
             fs::write(file, page::html(&setting, &forecast))
@@ -75,7 +75,16 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
     let peaks = forecast.stages.iter().map(|of| of.memory.peak_or_known_bytes());
     let (unit, size) = sizer(peaks.max().unwrap_or(0), decimal);
     let mut memory = Table::new(&[
-        "stage", "parameters", "gradients", "optimizer", "state", "gathered", "reducing", "activations", "peak", "fits",
+        "stage",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "state",
+        "gathered",
+        "reducing",
+        "activations",
+        "peak",
+        "fits",
         "N_min",
     ]);
     for of in &forecast.stages {
@@ -105,7 +114,7 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
         let hidden = of.report.overlap().map_or("-".into(), |share| format!("{:.0}%", 100.0 * share));
         step.row([
             of.stage.number().to_string(),
-            human(of.sent_bytes, decimal),
+            human(of.report.sent_bytes, decimal),
             grouped(of.report.traffic.num_messages),
             seconds(of.report.compute_s),
             seconds(of.report.exposed_s),
@@ -161,7 +170,7 @@ fn as_json(setting: &Setting, forecast: &Forecast) -> serde_json::Value {
             "fits": of.fits,
             "min_ranks": of.min_ranks,
             "step": {
-                "sent_bytes": of.sent_bytes,
+                "sent_bytes": of.report.sent_bytes,
                 "num_messages": of.report.traffic.num_messages,
                 "num_collectives": of.report.traffic.num_collectives(),
                 "step_s": of.report.step_s,

@@ -120,40 +120,39 @@ fn advise(stages: &[StageForecast], job: &Job, device_bytes: Option<u64>) -> Adv
     let fastest_s = fitting.iter().map(|of| of.report.step_s).fold(f64::INFINITY, f64::min);
     let is_fast = |of: &StageForecast| of.report.step_s <= fastest_s * (1.0 + EQUAL);
     let peak = |of: &StageForecast| of.memory.peak_or_known_bytes();
-    let Some(smallest) = fitting.iter().filter(|of| is_fast(of)).min_by_key(|of| peak(of)) else {
+    // Of stages that are as fast, the lowest: it sends the least. But 2 rather than 1, since it sends no more and holds less.
+    // Where nobody knows what is too much, the smallest.
+    let rank = |of: &StageForecast| match (device_bytes, of.stage) {
+        (None, _) => peak(of),
+        (Some(_), Stage::Ddp) => 0,
+        (Some(_), Stage::Gradients) => 1,
+        (Some(_), Stage::OptimizerState) => 2,
+        (Some(_), Stage::Parameters) => 3,
+    };
+    let Some(chosen) = fitting.iter().filter(|of| is_fast(of)).min_by_key(|of| rank(of)) else {
         return Advice { stage: None, is_worth_it: false, reason: nothing_fits(stages, device_bytes) };
     };
-    let percent = |of: &StageForecast| {
-        device_bytes.map_or(String::new(), |bytes| format!(" of {}", human_bytes(bytes)))
-            + &format!(", and a step takes {:.3} s", of.report.step_s)
+    let holds = match device_bytes {
+        Some(bytes) => format!("{} of {}", human_bytes(peak(chosen)), human_bytes(bytes)),
+        None => human_bytes(peak(chosen)),
     };
-    let ddp = fitting.iter().find(|of| of.stage == Stage::Ddp);
+    let takes = format!("a rank holds {holds}, and a step takes {:.3} s", chosen.report.step_s);
+    let stage = Some(chosen.stage);
     if job.num_shards() == 1 {
         let reason = "the shard axis has one rank, so there is nothing to share; sharding is not worth it".to_owned();
-        return Advice { stage: Some(smallest.stage), is_worth_it: false, reason };
+        return Advice { stage, is_worth_it: false, reason };
     }
-    match ddp {
-        Some(ddp) if device_bytes.is_some() && is_fast(ddp) => Advice {
-            stage: Some(Stage::Ddp),
-            is_worth_it: false,
-            reason: format!(
-                "sharding is not worth it: all of the state fits on every rank, {}{}, and no stage is faster",
-                human_bytes(peak(ddp)),
-                percent(ddp)
-            ),
-        },
-        _ => {
-            let others = fitting.iter().filter(|of| of.stage != smallest.stage && is_fast(of)).count();
-            let why = if others > 0 { "the smallest of the fastest" } else { "the fastest" };
-            let why = match (device_bytes, fitting.len()) {
-                (None, _) => format!("{why}; the size of a device is not given"),
-                (Some(_), 1) => "the only one that fits".to_owned(),
-                (Some(_), _) => format!("{why} that fit"),
-            };
-            let reason = format!("{why}; a rank holds {}{}", human_bytes(peak(smallest)), percent(smallest));
-            Advice { stage: Some(smallest.stage), is_worth_it: true, reason }
-        }
+    if chosen.stage == Stage::Ddp && device_bytes.is_some() {
+        let reason = format!("sharding is not worth it, since all of the state fits on every rank: {takes}, none less");
+        return Advice { stage, is_worth_it: false, reason };
     }
+    let why = match (device_bytes, fitting.len()) {
+        (None, _) => "the smallest of the fastest; the size of a device is not given",
+        (Some(_), 1) => "the only one that fits",
+        (Some(_), _) if fitting.iter().all(|of| rank(of) >= rank(chosen)) => "the lowest that fits, and none is faster",
+        (Some(_), _) => "lower ones fit, and are slower",
+    };
+    Advice { stage, is_worth_it: true, reason: format!("{why}; {takes}") }
 }
 
 fn nothing_fits(stages: &[StageForecast], device_bytes: Option<u64>) -> String {
@@ -191,17 +190,17 @@ mod tests {
         let advice = forecast(&job(1_000_000, 4, 1e10), 1 << 30).advice;
         assert_eq!((advice.stage, advice.is_worth_it), (Some(Stage::Ddp), false));
         assert!(
-            advice.reason.starts_with("sharding is not worth it: all of the state fits on every rank, "),
+            advice.reason.starts_with("sharding is not worth it, since all of the state fits on every rank: "),
             "{advice}"
         );
     }
 
     #[test]
-    fn of_stages_that_are_as_fast_the_smallest_is_taken() {
+    fn of_stages_that_are_as_fast_the_lowest_is_taken_but_2_rather_than_1() {
         // 16 MB of state whole; 10 at stage 1, 7 at stage 2.
         let advice = forecast(&job(1_000_000, 4, 1e10), 15_000_000).advice;
         assert_eq!((advice.stage, advice.is_worth_it), (Some(Stage::Gradients), true));
-        assert!(advice.reason.starts_with("the smallest of the fastest that fit; a rank holds "), "{advice}");
+        assert!(advice.reason.starts_with("the lowest that fits, and none is faster; a rank holds "), "{advice}");
     }
 
     #[test]

@@ -140,7 +140,7 @@ fn features_that_do_not_exist_here_are_listed_with_their_key() {
             "sparse_gradients"
         ]
     );
-    assert!(read.items.iter().all(|item| item.told.len() > 10), "{:#?}", read.items);
+    assert!(read.items.iter().all(|item| item.told.len() > 5), "{:#?}", read.items);
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn sections_that_are_switched_off_and_loggers_are_no_loss() {
     let read = read(text, None);
     assert_eq!(missing(&read), [""; 0]);
     assert_eq!(fate(&read, "activation_checkpointing"), Fate::Program);
-    assert_eq!(read.items.len(), 13, "every key of the file is listed");
+    assert_eq!(read.items.len(), 14, "every key of the file is listed");
 }
 
 #[test]

@@ -62,9 +62,11 @@ mod gather_op;
 mod host;
 mod launch;
 mod links;
+mod lora;
 mod model;
 pub mod nn;
 mod optim;
+mod precision;
 mod random;
 mod rank;
 mod recompute;
@@ -86,8 +88,8 @@ pub use sharded::Sharded;
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
-    NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,
-    TrainingConfig, WrapPolicy, human_bytes,
+    Accumulate, Axis, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
+    MemoryEstimate, Mesh, NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
+    PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -62,6 +62,31 @@ fn config(name: &str) -> String {
 }
 
 #[test]
+fn a_deepspeed_file_is_taken_as_it_is() {
+    let _turn = turn();
+    let folder = folder("deepspeed");
+    let file = folder.join("ds_config.json");
+    let text = r#"{
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "overlap_comm": true, "zero_quantized_gradients": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}, "steps_per_print": 10
+    }"#;
+    fs::write(&file, text).unwrap();
+    let report = run(&args(&folder.join("a.svg"), &["--deepspeed", file.to_str().unwrap()])).unwrap();
+    assert_eq!((report.config["stage"].as_u64(), report.config["world_size"].as_u64()), (Some(2), Some(4)));
+    assert_eq!(report.config["training"]["gradient_clip_norm"].as_f64(), Some(0.5));
+    assert_eq!(report.tokens_per_step, 4 * 2 * 3 * 16, "ranks, micro-batches, sequences, tokens");
+
+    fs::write(&file, r#"{"zero_optimization": {"stage": 2, "overlap_com": true}}"#).unwrap();
+    let refused = refusal(&["--deepspeed", file.to_str().unwrap()]);
+    assert!(
+        refused.ends_with("unknown key `zero_optimization.overlap_com`; did you mean `overlap_comm`?"),
+        "{refused}"
+    );
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
 fn the_four_configurations_give_the_same_losses_and_each_holds_less() {
     let _turn = turn();
     let folder = folder("stages");

@@ -36,6 +36,9 @@
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
+//! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
+//! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
+//! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use fsdp_core::checkpoint::{
     BlockData, Checkpoint, ConsolidateOptions, SaveOptions, Snapshot, StoredDtype, TensorBlock, TensorKind,

@@ -46,9 +46,11 @@ impl ConfigCommand {
             print!("\n{}", listed(&translated));
             let num_missing = translated.missing().count();
             if self.strict && num_missing > 0 {
-                return Err(
-                    format!("{}: {num_missing} keys ask for what is not there; remove them", file.display()).into()
-                );
+                return Err(format!(
+                    "{}: {num_missing} of its keys ask for what is not there; remove them",
+                    file.display()
+                )
+                .into());
             }
         } else if let Some(file) = &self.file {
             print!("{}", self.printed(&Config::load(file)?));

@@ -90,8 +90,8 @@ pub use profile::{Profile, ProfileError, ProfileOptions};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTraits};
 pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
-    Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope, Search,
-    SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
+    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,
+    Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
     sensitivity, simulate, timeline,
 };
 pub use spec::{PartitionSpec, SpecError};

@@ -103,7 +103,8 @@ impl Profile {
                 return Err(wrong(format!("`collectives.{name}` has a negative time")));
             }
         }
-        if profile.num_ranks == 0 || !(profile.memory_bytes_per_s > 0.0) {
+        let is_positive = profile.memory_bytes_per_s > 0.0 && profile.num_ranks > 0;
+        if !is_positive {
             return Err(wrong("`num_ranks` and `memory_bytes_per_s` must be positive".to_owned()));
         }
         Ok(profile)

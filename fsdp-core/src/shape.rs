@@ -46,7 +46,8 @@ pub struct UnitShape {
     /// Units gathered ahead of this one in forward, if other than the configuration says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<usize>,
-    /// Floating-point operations of its forward for one token. `None`: two for each parameter.
+    /// Floating-point operations of its forward for one token. `None`: two for each parameter. 0 for a table of which
+    /// forward only takes rows: backward does not gather it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flops_per_token: Option<u64>,
     /// Its parameters.

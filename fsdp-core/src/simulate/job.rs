@@ -224,11 +224,20 @@ impl Job {
         Workload {
             mesh: self.mesh.clone(),
             rules,
-            uses: Uses::in_order(self.shape.units.len()),
+            uses: self.uses(),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
             norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
         }
+    }
+
+    /// Each unit once; what multiplies nothing with its parameters does not read them in backward.
+    fn uses(&self) -> Uses {
+        let mut uses = Uses::in_order(self.shape.units.len());
+        for used in &mut uses.backward {
+            used.reads = self.shape.units[used.unit].forward_flops_per_token() > 0;
+        }
+        uses
     }
 
     fn traits(&self, stage: Stage, unit: &UnitShape) -> UnitTraits {

@@ -10,7 +10,7 @@ mod timeline;
 mod workload;
 
 pub use job::{Collectives, Job, Machine, MeasuredLinks, Speed};
-pub use program::{Instruction, Program, StepRules, Uses};
+pub use program::{BackwardUse, Instruction, Program, StepRules, Uses};
 pub use ranks::Scope;
 pub use replay::{Recorded, ReplayError};
 pub use run::{SimOptions, SimReport, SimSpan, simulate};

@@ -27,13 +27,23 @@ pub struct Uses {
     /// Units in the order of forward. A unit may come several times.
     pub forward: Vec<UnitIndex>,
     /// Units in the order of backward. The gradients of a unit are complete after its last use.
-    pub backward: Vec<UnitIndex>,
+    pub backward: Vec<BackwardUse>,
+}
+
+/// A use in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardUse {
+    /// The unit.
+    pub unit: UnitIndex,
+    /// Whether backward reads its parameters. A table of tokens, from which forward takes rows, only gets its gradient.
+    pub reads: bool,
 }
 
 impl Uses {
     /// Each of `num_units` units once, in plan order, and backwards.
     pub fn in_order(num_units: usize) -> Self {
-        Self { forward: (0..num_units).collect(), backward: (0..num_units).rev().collect() }
+        let backward = (0..num_units).rev().map(|unit| BackwardUse { unit, reads: true }).collect();
+        Self { forward: (0..num_units).collect(), backward }
     }
 }
 
@@ -127,7 +137,7 @@ fn step(
     uses: &Uses,
     instructions: &mut Vec<Instruction>,
 ) {
-    let is_last_use = |at: usize| !uses.backward[at + 1..].contains(&uses.backward[at]);
+    let is_last_use = |at: usize| uses.backward[at + 1..].iter().all(|later| later.unit != uses.backward[at].unit);
     let completes: Vec<bool> = (0..uses.backward.len()).map(is_last_use).collect();
     for micro_batch in 0..rules.num_micro_batches {
         instructions.push(Instruction::BeginForward);
@@ -136,8 +146,10 @@ fn step(
             act(instructions, actions);
             instructions.push(Instruction::Forward(unit));
         }
-        for unit in (0..units.len()).filter(|&unit| units[unit].trainable && uses.backward.contains(&unit)) {
-            schedule.gradient_expected(unit);
+        for (used, _) in uses.backward.iter().zip(&completes).filter(|(_, completes)| **completes) {
+            if units[used.unit].trainable {
+                schedule.gradient_expected(used.unit);
+            }
         }
         if schedule.needs_reduce_order() {
             let (reduces, uses) = (schedule.expected_reduce_order(), schedule.first_uses().to_vec());
@@ -147,9 +159,11 @@ fn step(
         let last = micro_batch + 1 == rules.num_micro_batches;
         schedule.begin_backward(rules.accumulate == Accumulate::Reduced || last);
         instructions.push(Instruction::BeginBackward);
-        for (&unit, &completes) in uses.backward.iter().zip(&completes) {
-            let actions = schedule.backward(unit);
-            act(instructions, actions);
+        for (&BackwardUse { unit, reads }, &completes) in uses.backward.iter().zip(&completes) {
+            if reads {
+                let actions = schedule.backward(unit);
+                act(instructions, actions);
+            }
             instructions.push(Instruction::Backward(unit));
             if completes {
                 let actions = schedule.gradient(unit);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::simulate::{Job, Move, Scope, SimReport, Uses, Workload};
+use crate::simulate::{BackwardUse, Job, Move, Scope, SimReport, Uses, Workload};
 use crate::{Mesh, SpanKind, Stage, StepTraffic, TraceStream};
 
 /// The spans of a trace in Chrome's format, as [`Trace::write`](crate::Trace::write) makes it.
@@ -168,15 +168,23 @@ impl Recorded {
             uses.dedup();
             uses
         };
-        workload.uses = Uses { forward: uses(SpanKind::Forward), backward: uses(SpanKind::Backward) };
+        let (forward, backward) = (uses(SpanKind::Forward), uses(SpanKind::Backward));
+        let num_gathers = |unit: usize| {
+            spans.iter().filter(|span| span.kind == SpanKind::Gather && index[&span.unit] == unit).count()
+        };
+        // The last unit of forward that is not kept is still there.
+        let stays = forward.iter().rev().find(|&&unit| !workload.traits[unit].keep).copied();
+        let reads = |unit: usize| workload.traits[unit].keep || stays == Some(unit) || num_gathers(unit) > 1;
+        let backward_uses = backward.iter().map(|&unit| BackwardUse { unit, reads: reads(unit) }).collect();
+        workload.uses = Uses { forward: forward.clone(), backward: backward_uses };
         workload.mesh = Mesh::one_dim(1);
+        let computed = computations(&on_row);
         let took = |kind: SpanKind, unit: usize| {
-            let until_next = |at: usize| on_row.get(at + 1).map_or(on_row[at].end_s, |next| next.start_s);
-            let of_unit = (0..on_row.len()).filter(|&at| on_row[at].kind == kind && index[&on_row[at].unit] == unit);
-            of_unit.map(|at| until_next(at) - on_row[at].start_s).sum::<f64>()
+            let of_unit =
+                on_row.iter().zip(&computed).filter(|(span, _)| span.kind == kind && index[&span.unit] == unit);
+            of_unit.map(|(_, seconds)| seconds).sum::<f64>()
         };
         let times = |uses: &[usize], unit: usize| uses.iter().filter(|&&used| used == unit).count().max(1) as f64;
-        let (forward, backward) = (workload.uses.forward.clone(), workload.uses.backward.clone());
         for (unit, work) in workload.units.iter_mut().enumerate() {
             work.forward_s = took(SpanKind::Forward, unit) / times(&forward, unit);
             work.backward_s = took(SpanKind::Backward, unit) / times(&backward, unit);
@@ -240,6 +248,23 @@ impl SimReport {
         order.dedup();
         order
     }
+}
+
+/// By span of the rank's own thread, how long it computed: until the next span begins. What lies after a wait counts for
+/// the computation after it; a wait itself takes nothing.
+fn computations(on_row: &[&&RecordedSpan]) -> Vec<f64> {
+    let mut after_waits = 0.0;
+    let mut computed = Vec::new();
+    for (at, span) in on_row.iter().enumerate() {
+        let next = on_row.get(at + 1).map_or(span.end_s, |next| next.start_s);
+        if span.kind == SpanKind::Wait {
+            after_waits += next - span.end_s;
+            computed.push(0.0);
+        } else {
+            computed.push(next - span.start_s + std::mem::take(&mut after_waits));
+        }
+    }
+    computed
 }
 
 fn alone(seconds: f64) -> Move {

@@ -27,7 +27,8 @@ impl Default for SimOptions {
     }
 }
 
-/// A span of a traced rank, in seconds from the start.
+/// A span of a traced rank, in seconds from the start. A communication is of the step that waits for it, as in an engine's
+/// trace, so what a step uses first has begun before its start.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimSpan {
     /// The rank.
@@ -127,6 +128,7 @@ pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
         traffic: StepTraffic::default(),
         sent_bytes: 0,
         num_updates: 0,
+        under_way: Vec::new(),
         spans: Vec::new(),
     };
     let num_steps = options.num_steps.max(1);
@@ -171,7 +173,7 @@ enum Stream {
 }
 
 /// What is waited for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Waited {
     Gather,
     Reduce,
@@ -187,6 +189,17 @@ struct Clock {
     computed: f64,
     waited: f64,
     communicated: f64,
+}
+
+/// A communication of a traced class that nobody has waited for yet.
+struct UnderWay {
+    class: usize,
+    waited: Waited,
+    unit: UnitIndex,
+    row: TraceStream,
+    kind: SpanKind,
+    start_s: f64,
+    end_s: f64,
 }
 
 struct Run<'a> {
@@ -208,6 +221,7 @@ struct Run<'a> {
     traffic: StepTraffic,
     sent_bytes: u64,
     num_updates: u64,
+    under_way: Vec<UnderWay>,
     spans: Vec<SimSpan>,
 }
 
@@ -230,10 +244,7 @@ impl Run<'_> {
             (clock.computed, clock.waited, clock.communicated) = (0.0, 0.0, 0.0);
         }
         (self.traffic, self.sent_bytes, self.step, self.origin) = (StepTraffic::default(), 0, 0, origin);
-        self.spans.retain(|span| span.end_s > origin);
-        for span in &mut self.spans {
-            (span.step, span.start_s, span.end_s) = (0, 0.0, span.end_s - origin);
-        }
+        self.spans.clear();
         origin
     }
 
@@ -312,7 +323,9 @@ impl Run<'_> {
             self.arrived[waited as usize][unit * begun.len() + class] = end_s;
             if !moves.is_empty() {
                 clock.communicated += end_s - start_s;
-                self.span(class, row, kind, Some(unit), start_s, end_s);
+                if self.traced.iter().any(|(traced, _)| *traced == class) {
+                    self.under_way.push(UnderWay { class, waited, unit, row, kind, start_s, end_s });
+                }
             }
         }
         self.num_updates += (self.clocks.len() * (1 + moves.len())) as u64;
@@ -331,6 +344,11 @@ impl Run<'_> {
         let num_classes = self.clocks.len();
         for class in 0..num_classes {
             let arrived = self.arrived[waited as usize][unit * num_classes + class];
+            let is_it = |one: &UnderWay| (one.class, one.waited, one.unit) == (class, waited, unit);
+            if let Some(at) = self.under_way.iter().position(is_it) {
+                let UnderWay { row, kind, start_s, end_s, .. } = self.under_way.remove(at);
+                self.span(class, row, kind, Some(unit), start_s, end_s);
+            }
             self.stand_still(class, Some(unit), arrived);
         }
         self.num_updates += num_classes as u64;
@@ -366,7 +384,7 @@ impl Run<'_> {
         start_s: f64,
         end_s: f64,
     ) {
-        let (start_s, end_s) = ((start_s - self.origin).max(0.0), end_s - self.origin);
+        let (start_s, end_s) = (start_s - self.origin, end_s - self.origin);
         for &(_, rank) in self.traced.iter().filter(|(traced, _)| *traced == class) {
             self.spans.push(SimSpan { rank, stream, kind, unit, step: self.step, start_s, end_s });
         }

@@ -1,5 +1,7 @@
 //! The simulator: that it runs what the engine runs, and how much work that is.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use fsdp_core::Action::{self, Free, Gather, Reduce, Step, WaitGather, WaitReduce};
 use fsdp_core::{
     Accumulate, Axis, Instruction, Job, Link, Machine, Mesh, ModelShape, NamedLink, Network, PrefetchDepth, Program,

@@ -69,13 +69,15 @@ pub(crate) struct MachineArgs {
     optimizer_s: Option<f64>,
 }
 
+/// Lines of the report: a word and what it is.
+type Told = Vec<(&'static str, String)>;
+
 /// The job on its machine, and what is said of it in the report.
 pub(crate) struct Setting {
     pub(crate) config: Config,
     pub(crate) job: Job,
     pub(crate) device_bytes: Option<u64>,
-    /// Lines of the report: a word and what it is.
-    pub(crate) told: Vec<(&'static str, String)>,
+    pub(crate) told: Told,
 }
 
 impl MachineArgs {
@@ -152,7 +154,7 @@ impl MachineArgs {
         }
     }
 
-    fn network(&self, device: Option<Device>) -> Result<(Collectives, Vec<(&'static str, String)>), Box<dyn Error>> {
+    fn network(&self, device: Option<Device>) -> Result<(Collectives, Told), Box<dyn Error>> {
         if let Some(file) = &self.profile {
             let profile = Profile::read(file)?;
             let Link { alpha_s, beta_s_per_byte } = profile.collectives.all_gather;
@@ -189,11 +191,7 @@ impl MachineArgs {
         Ok((network.into(), lines))
     }
 
-    fn speed(
-        &self,
-        device: Option<Device>,
-        precision: Dtype,
-    ) -> Result<(Speed, Vec<(&'static str, String)>), Box<dyn Error>> {
+    fn speed(&self, device: Option<Device>, precision: Dtype) -> Result<(Speed, Told), Box<dyn Error>> {
         if let (Some(pass_s), Some(optimizer_s)) = (self.pass_s, self.optimizer_s) {
             let told = format!("{} a micro-batch and {} a step, measured", seconds(pass_s), seconds(optimizer_s));
             return Ok((Speed::Measured { pass_s, optimizer_s }, vec![("one rank", told)]));

@@ -146,7 +146,9 @@ fn timelines(setting: &Setting, forecast: &Forecast) -> String {
         for (row, stream) in TraceStream::ALL.into_iter().enumerate() {
             let y = 22 * row;
             let _ = writeln!(text, "<text x=\"0\" y=\"{}\">{}</text>", y + 14, stream.name());
-            for span in of.report.spans.iter().filter(|span| span.stream == stream) {
+            for span in of.report.spans.iter().filter(|span| span.stream == stream && span.end_s > 0.0) {
+                // What the step before has begun.
+                let start_s = span.start_s.max(0.0);
                 let colour = KINDS.iter().find(|(kind, _)| *kind == span.kind).map_or("#888", |&(_, colour)| colour);
                 let unit = span.unit.and_then(|unit| setting.job.shape.units.get(unit));
                 let name = unit.map_or("gradient norm", |unit| unit.name.as_str());
@@ -154,8 +156,8 @@ fn timelines(setting: &Setting, forecast: &Forecast) -> String {
                     text,
                     "<rect class=\"span\" x=\"{:.2}\" y=\"{y}\" width=\"{:.2}\" height=\"18\" fill=\"{colour}\">\
                      <title>{} {}: {}</title></rect>",
-                    LEFT + pixels(span.start_s),
-                    pixels(span.end_s - span.start_s).max(0.1),
+                    LEFT + pixels(start_s),
+                    pixels(span.end_s - start_s).max(0.1),
                     span.kind.name(),
                     escaped(name),
                     seconds(span.end_s - span.start_s)

@@ -281,11 +281,11 @@ impl Translator<'_> {
             }
             (_, micro, steps) => (micro, steps.unwrap_or(1)),
         };
-        if num_ranks.is_none() && whole.is_some() && (micro.is_none() || self.batch.accumulation.is_none()) {
-            if let Some(item) = self.out.items.iter_mut().find(|item| item.key == "train_batch_size") {
-                (item.fate, item.told) =
-                    (Fate::Missing, "it needs the number of ranks, which the file does not hold; give it".to_owned());
-            }
+        let is_open = num_ranks.is_none() && whole.is_some() && (micro.is_none() || self.batch.accumulation.is_none());
+        let item = self.out.items.iter_mut().find(|item| item.key == "train_batch_size" && is_open);
+        if let Some(item) = item {
+            let told = "it needs the number of ranks, which the file does not hold; give it";
+            (item.fate, item.told) = (Fate::Missing, told.to_owned());
         }
         self.out.micro_batch_size = micro;
         let Config { world_size, training, prefetch, precision, .. } = &mut self.out.config;

@@ -152,7 +152,8 @@ impl Recorded {
         let spans = self.of(rank, step)?;
         let mut workload = job.workload(stage);
         let mut index = HashMap::new();
-        for span in &spans {
+        // What is waited for may be no unit's, as a norm.
+        for span in spans.iter().filter(|span| span.kind != SpanKind::Wait) {
             let unit = workload.units.iter().position(|unit| unit.name == span.unit);
             let Some(unit) = unit else {
                 let known = workload.units.iter().map(|unit| unit.name.clone()).collect();

@@ -5,7 +5,8 @@
 use fsdp_core::Action::{self, Free, Gather, Reduce, Step, WaitGather, WaitReduce};
 use fsdp_core::{
     Accumulate, Axis, Instruction, Job, Link, Machine, Mesh, ModelShape, NamedLink, Network, PrefetchDepth, Program,
-    Schedule, SimOptions, Speed, Stage, StepRules, UnitTraits, Uses, simulate,
+    Recorded, Schedule, SimOptions, Speed, Stage, StepRules, TraceStream, Transformer, UnitTraits, Uses, simulate,
+    timeline,
 };
 use proptest::prelude::*;
 
@@ -122,11 +123,75 @@ fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
             Instruction::BeginStep,
             act(WaitReduce(0)),
             Instruction::Norm,
-            act(Step(1)),
-            act(Gather(1)),
             act(Step(0)),
             act(Gather(0)),
+            act(Step(1)),
+            act(Gather(1)),
         ]
+    );
+}
+
+/// Writes a simulated step as a trace, and reads it as one that an engine has recorded.
+fn recorded(job: &Job, stage: Stage) -> Recorded {
+    let workload = job.workload(stage);
+    let options = SimOptions { num_steps: 3, traced: vec![0, 3], ..SimOptions::default() };
+    let mut json = Vec::new();
+    timeline(&workload, &simulate(&workload, &options)).write_to(&mut json).unwrap();
+    Recorded::from_json(std::str::from_utf8(&json).unwrap(), "trace.json").unwrap()
+}
+
+#[test]
+fn a_trace_that_is_replayed_has_its_own_order_and_length_at_every_stage() {
+    let transformer = Transformer { layers: 4, width: 256, heads: 4, sequence: 128, vocabulary: 512, recompute: false };
+    for stage in Stage::ALL {
+        // Without the norm, which is no span of a unit.
+        let job = Job { needs_norm: false, ..Job::new(transformer.shape(), 4, machine()) };
+        let recorded = recorded(&job, stage);
+        assert_eq!((recorded.ranks(), recorded.steps()), (vec![0, 3], vec![0, 1, 2]));
+        let workload = recorded.workload(&job, stage, 3, 1).unwrap();
+        let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
+        for stream in TraceStream::ALL {
+            let order = recorded.order(3, 1, stream).unwrap();
+            assert_eq!(report.order(&workload, 0, stream), order, "{stage}, {}", stream.name());
+            let is_empty = stream == TraceStream::Gather && stage == Stage::Ddp;
+            assert_eq!(order.is_empty(), is_empty, "{stage}, {}", stream.name());
+        }
+        let length = recorded.step_s(3, 1).unwrap();
+        assert!((report.step_s / length - 1.0).abs() < 0.02, "{stage}: {} and {length}", report.step_s);
+    }
+}
+
+#[test]
+fn a_trace_of_another_schedule_is_told_apart() {
+    let job = |depth| Job {
+        depth: PrefetchDepth { forward: depth, backward: depth, max_bytes: None },
+        ..Job::new(ModelShape::even(8_000_000, 8), 4, machine())
+    };
+    let recorded = recorded(&job(0), Stage::Parameters);
+    let workload = recorded.workload(&job(3), Stage::Parameters, 0, 1).unwrap();
+    let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
+    let order = recorded.order(0, 1, TraceStream::Gather).unwrap();
+    assert_ne!(report.order(&workload, 0, TraceStream::Gather), order);
+}
+
+#[test]
+fn a_trace_that_cannot_be_replayed_says_why() {
+    let job = Job::new(ModelShape::even(8_000_000, 4), 4, machine());
+    let recorded = recorded(&job, Stage::Parameters);
+    let message = |error: fsdp_core::ReplayError| error.to_string();
+    assert_eq!(
+        message(recorded.workload(&job, Stage::Parameters, 1, 7).unwrap_err()),
+        "trace.json: there is no step 7 of rank 1; it has steps [0, 1, 2] of ranks [0, 3]"
+    );
+    let other = Job::new(ModelShape::even(8_000_000, 2), 4, machine());
+    let error = message(recorded.workload(&other, Stage::Parameters, 0, 1).unwrap_err());
+    assert!(error.starts_with("trace.json: the trace names unit `units."), "{error}");
+    assert!(error.ends_with("which the model does not have; its units are [\"units.0\", \"units.1\"]"), "{error}");
+    let foreign = r#"{"traceEvents": [{"name": "idle", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1}]}"#;
+    let error = message(Recorded::from_json(foreign, "other.json").unwrap_err());
+    assert!(
+        error.starts_with("other.json: not a trace of this project: the span `idle` is of no known kind"),
+        "{error}"
     );
 }
 

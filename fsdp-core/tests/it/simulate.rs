@@ -131,13 +131,18 @@ fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
     );
 }
 
-/// Writes a simulated step as a trace, and reads it as one that an engine has recorded.
-fn recorded(job: &Job, stage: Stage) -> Recorded {
+/// Writes simulated steps as a trace.
+fn recorded_json(job: &Job, stage: Stage) -> String {
     let workload = job.workload(stage);
     let options = SimOptions { num_steps: 3, traced: vec![0, 3], ..SimOptions::default() };
     let mut json = Vec::new();
     timeline(&workload, &simulate(&workload, &options)).write_to(&mut json).unwrap();
-    Recorded::from_json(std::str::from_utf8(&json).unwrap(), "trace.json").unwrap()
+    String::from_utf8(json).unwrap()
+}
+
+/// The same, read as a trace that an engine has recorded.
+fn recorded(job: &Job, stage: Stage) -> Recorded {
+    Recorded::from_json(&recorded_json(job, stage), "trace.json").unwrap()
 }
 
 #[test]
@@ -162,16 +167,17 @@ fn a_trace_that_is_replayed_has_its_own_order_and_length_at_every_stage() {
 }
 
 #[test]
-fn a_trace_of_another_schedule_is_told_apart() {
-    let job = |depth| Job {
-        depth: PrefetchDepth { forward: depth, backward: depth, max_bytes: None },
-        ..Job::new(ModelShape::even(8_000_000, 8), 4, machine())
-    };
-    let recorded = recorded(&job(0), Stage::Parameters);
-    let workload = recorded.workload(&job(3), Stage::Parameters, 0, 1).unwrap();
-    let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
-    let order = recorded.order(0, 1, TraceStream::Gather).unwrap();
-    assert_ne!(report.order(&workload, 0, TraceStream::Gather), order);
+fn a_trace_in_another_order_is_told_apart() {
+    let job = Job::new(ModelShape::even(8_000_000, 8), 4, machine());
+    for (kind, stream) in [("gather", TraceStream::Gather), ("reduce", TraceStream::Reduce)] {
+        let json = recorded_json(&job, Stage::Parameters);
+        let [three, four] = [3, 4].map(|unit| format!("\"{kind} units.{unit}\""));
+        let swapped = json.replace(&three, "\"swap\"").replace(&four, &three).replace("\"swap\"", &four);
+        let recorded = Recorded::from_json(&swapped, "trace.json").unwrap();
+        let workload = recorded.workload(&job, Stage::Parameters, 0, 1).unwrap();
+        let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
+        assert_ne!(report.order(&workload, 0, stream), recorded.order(0, 1, stream).unwrap(), "{kind}");
+    }
 }
 
 #[test]

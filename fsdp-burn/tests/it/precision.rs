@@ -12,7 +12,7 @@ use fsdp_burn::{
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, SEED, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar,
-    sharded, share, start, weights,
+    seeded, sharded, share, start, weights,
 };
 
 fn half(stage: Stage, world_size: usize, parameters: Dtype) -> Config {

@@ -208,6 +208,14 @@ pub enum CheckpointError {
         /// The shape asked for.
         asked: Vec<usize>,
     },
+    /// Weights of another program that cannot be used.
+    #[error("{}: {problem}", path.display())]
+    Weights {
+        /// The file, index or directory.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
     /// The checkpoint does not hold what the model needs.
     #[error("{0}")]
     Mismatch(Box<Comparison>),

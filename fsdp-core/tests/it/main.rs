@@ -9,6 +9,7 @@ mod checkpoint_out;
 mod checkpoint_state;
 mod conformance;
 mod failure;
+mod fuzz;
 mod schedule;
 mod stream;
 mod streamed;

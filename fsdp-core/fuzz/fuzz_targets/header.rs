@@ -1,0 +1,5 @@
+//! The header of a `safetensors` file, from any bytes.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fsdp_core::testing::fuzz::header(bytes));

@@ -5,7 +5,7 @@
 //! become paths on the way out and paths become ids on the way in. State of an elementwise optimizer has the shape of its
 //! parameter, so it is cut like it.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -51,7 +51,8 @@ impl<M: Module> ShardedModel<M> {
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: two copies of this rank's optimizer state. Time: that of the disk.
+    /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
+    /// on.
     ///
     /// # Errors
     /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
@@ -63,6 +64,20 @@ impl<M: Module> ShardedModel<M> {
         sections: BTreeMap<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
+        let snapshot = self.snapshot(optimizer, sections)?;
+        Ok(save(self.engine().links().control.as_ref(), root, snapshot, options)?)
+    }
+
+    /// What [`ShardedModel::save`] saves. *Collective.* It holds no tensor that a step would change: blocks of parameters are
+    /// replaced by a step, and optimizer state is copied.
+    ///
+    /// # Errors
+    /// As [`ShardedModel::save`], the disk aside.
+    pub(crate) fn snapshot(
+        &self,
+        optimizer: &ShardedOptimizer,
+        sections: BTreeMap<String, Value>,
+    ) -> Result<Snapshot<'static>, Error> {
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {
@@ -96,7 +111,7 @@ impl<M: Module> ShardedModel<M> {
             }
             tensors.push(buffer);
         }
-        let snapshot = Snapshot {
+        Ok(Snapshot {
             step,
             mesh: self.plan().mesh().clone(),
             stage: self.plan().stage(),
@@ -105,20 +120,31 @@ impl<M: Module> ShardedModel<M> {
             sections,
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
-        };
-        Ok(save(control.as_ref(), root, snapshot, options)?)
+        })
     }
 
-    /// The outcome, if all ranks succeeded; else every rank gets an error.
-    fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
+    /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
+    pub(crate) fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
         let tag = OpTag::new(self.engine().progress().0, Phase::Checkpoint, doing);
         let failed = f64::from(u8::from(outcome.is_err()));
-        let num_failed = reduce_number(self.engine().links().control.as_ref(), &tag, failed, Reduce::SUM)?;
-        match outcome {
-            Ok(_) if num_failed > 0.0 => {
-                Err(Error::program(format!("{doing}: {num_failed} other ranks failed; their errors say why")))
+        let control = self.engine().links().control.as_ref();
+        if reduce_number(control, &tag, failed, Reduce::SUM)? == 0.0 {
+            return outcome;
+        }
+        let message = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let mut failure = None;
+        for rank in 0..control.world_size() {
+            let mine = (rank == control.rank()).then(|| Bytes::from(message.clone().into_bytes()));
+            let message = control.broadcast(&tag, rank, mine)?;
+            if !message.is_empty() {
+                failure.get_or_insert_with(|| (rank, String::from_utf8_lossy(&message).into_owned()));
             }
-            outcome => outcome,
+        }
+        match (outcome, failure) {
+            (Ok(_), Some((rank, message))) => {
+                Err(Error::RankFailed { rank, source: Box::new(Error::program(format!("{doing}: {message}"))) })
+            }
+            (outcome, _) => outcome,
         }
     }
 
@@ -152,9 +178,7 @@ impl<M: Module> ShardedModel<M> {
         for (param, bytes) in read.stored.into_iter().enumerate() {
             engine.set_stored(param, bytes);
         }
-        let mut restorer = Restorer { entries: self.entries(), next: 0, buffers: read.buffers.into() };
-        let module = self.module().clone().map(&mut restorer);
-        self.replace_module(module);
+        self.restore(read.buffers);
         optimizer.load_record(read.record);
         self.agree("restore optimizer state", self.check_state(optimizer, &read.state_names))?;
         let manifest = checkpoint.manifest();
@@ -170,6 +194,14 @@ impl<M: Module> ShardedModel<M> {
         })
     }
 
+    /// Takes over what the engine stores, and by entry these values, of what the model itself holds.
+    pub(crate) fn restore(&mut self, values: Vec<Option<(Bytes, Dtype)>>) {
+        // What threads have collected of running statistics would be added later, and win.
+        drop(self.valid());
+        let module = self.module().clone().map(&mut Restorer { entries: self.entries(), next: 0, values });
+        self.replace_module(module);
+    }
+
     fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {
         let engine = self.engine();
         let mut stored = Vec::new();
@@ -182,10 +214,14 @@ impl<M: Module> ShardedModel<M> {
             stored.push(checkpoint.read(&spec.path, &layout, index)?.into());
         }
         let mut buffers = Vec::new();
-        for entry in self.entries().iter().filter(|entry| !entry.is_param) {
+        for entry in self.entries() {
+            if entry.is_param {
+                buffers.push(None);
+                continue;
+            }
             let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
             let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
-            buffers.push((bytes.into(), if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 }));
+            buffers.push(Some((bytes.into(), if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 })));
         }
         let (record, state_names) = self.optimizer_record(checkpoint)?;
         Ok(Read { stored, buffers, record, state_names })
@@ -262,7 +298,7 @@ impl<M: Module> ShardedModel<M> {
                 kind: TensorKind::Optimizer,
                 dtype: dtype.into(),
                 layout: stepped_layout(spec),
-                data: BlockData::Ready(Bytes::copy_from_slice(&bytes)),
+                data: BlockData::Ready(host::shared(bytes)),
             });
         }
         Ok((tensors, scalars))
@@ -324,7 +360,8 @@ impl<M: Module> ShardedModel<M> {
 struct Read {
     /// By parameter.
     stored: Vec<Bytes>,
-    buffers: Vec<(Bytes, Dtype)>,
+    /// By entry, of running statistics.
+    buffers: Vec<Option<(Bytes, Dtype)>>,
     record: OptimizerRecord,
     state_names: BTreeSet<String>,
 }
@@ -399,20 +436,19 @@ impl ModuleVisitor for Buffers<'_> {
     }
 }
 
-/// Puts running statistics back.
+/// Puts values into what the model itself holds: running statistics, and parameters that are not managed.
 struct Restorer<'a> {
     entries: &'a [Entry],
     next: usize,
-    /// Of the entries that are no parameters, in their order.
-    buffers: VecDeque<(Bytes, Dtype)>,
+    /// By entry.
+    values: Vec<Option<(Bytes, Dtype)>>,
 }
 
 impl ModuleMapper for Restorer<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let entry = &self.entries[self.next];
+        let (entry, value) = (&self.entries[self.next], self.values[self.next].take());
         self.next += 1;
-        let buffer = if entry.is_param { None } else { self.buffers.pop_front() };
-        match buffer {
+        match value {
             Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
             None => param,
         }

@@ -14,7 +14,12 @@ pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
 
 /// The elements of `data`.
 pub(crate) fn elements(data: TensorData) -> Bytes {
-    Bytes::from_owner(Storage(Arc::new(data.into_parts().0)))
+    shared(data.into_parts().0)
+}
+
+/// The elements of a tensor of Burn's, or of what it reads.
+pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
+    Bytes::from_owner(Storage(Arc::new(bytes)))
 }
 
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.
@@ -41,7 +46,7 @@ pub(crate) fn dtype_of(dtype: DType) -> Option<Dtype> {
     }
 }
 
-fn burn_dtype(dtype: Dtype) -> DType {
+pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
     match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F64 => DType::F64,
@@ -49,13 +54,18 @@ fn burn_dtype(dtype: Dtype) -> DType {
 }
 
 pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> TensorData {
+    data_of(bytes, shape, burn_dtype(dtype))
+}
+
+/// As [`tensor_data`], of any element type.
+pub(crate) fn data_of(bytes: Bytes, shape: &[usize], dtype: DType) -> TensorData {
     let shape = Shape::from(shape.to_vec());
     if bytes.is_empty() {
         // An empty slice has no alignment, and typed access asks for one.
-        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
+        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(dtype);
     }
     let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
-    TensorData::from_bytes(shared, shape, burn_dtype(dtype))
+    TensorData::from_bytes(shared, shape, dtype)
 }
 
 /// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.

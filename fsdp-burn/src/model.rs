@@ -259,6 +259,11 @@ impl<M: Module> ShardedModel<M> {
         &self.entries
     }
 
+    /// Index among the plan's parameters of an entry that is managed.
+    pub(crate) fn managed(&self, entry: usize) -> Option<usize> {
+        self.managed[entry]
+    }
+
     pub(crate) fn module(&self) -> &M {
         &self.module
     }

@@ -221,7 +221,7 @@ impl Attacher<'_> {
             true => spec.layout.shape().to_vec(),
             false => spec.layout.shard_shape(self.engine.shard_index()),
         };
-        let (stored, dtype) = (self.engine.stored(index), self.engine.dtype(index));
+        let (stored, dtype) = (self.engine.stored(index), self.engine.stored_dtype(index));
         (replaced(param, |device| host::tensor(stored, &shape, dtype, device)), managed)
     }
 }

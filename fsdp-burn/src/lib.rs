@@ -65,6 +65,7 @@ mod links;
 mod model;
 pub mod nn;
 mod optim;
+mod precision;
 mod random;
 mod rank;
 mod recompute;
@@ -90,8 +91,8 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
-    NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,
-    TrainingConfig, WrapPolicy, human_bytes,
+    Accumulate, Axis, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
+    MemoryEstimate, Mesh, NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
+    PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

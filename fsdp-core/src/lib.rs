@@ -46,6 +46,7 @@ mod config;
 mod cost;
 mod dtype;
 mod layout;
+mod loss_scale;
 mod memory;
 mod mesh;
 mod plan;
@@ -56,23 +57,26 @@ mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod trace;
+mod unit_state;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,
-    TrainingConfig, config_keys,
+    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrecisionConfig,
+    PrefetchConfig, TrainingConfig, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use layout::ShardLayout;
+pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
+pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTraits};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
+pub use unit_state::{UnitState, WrongOrder};

@@ -163,7 +163,7 @@ impl<M: Module> ShardedModel<M> {
         engine.finish_reduces()?;
         engine.abandon_forward()?;
         engine.discard_gradients();
-        stored.into_iter().for_each(|(param, bytes)| engine.set_stored(param, bytes));
+        stored.into_iter().for_each(|(param, bytes)| engine.set_value(param, bytes));
         self.restore(values);
         Ok(loaded)
     }

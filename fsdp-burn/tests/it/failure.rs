@@ -286,12 +286,6 @@ fn a_run_without_ranks_is_refused() {
 }
 
 #[derive(Module, Debug, Sharded)]
-struct HalfPrecision {
-    #[shard(unit, precision = "bf16")]
-    a: Linear,
-}
-
-#[derive(Module, Debug, Sharded)]
 struct Offloaded {
     #[shard(unit, offload = "cpu")]
     a: Linear,
@@ -300,9 +294,6 @@ struct Offloaded {
 #[test]
 fn settings_of_units_that_are_not_there_yet_are_refused_by_name() {
     let a = |rank: &Rank| LinearConfig::new(4, 4).init(&rank.device());
-    let error =
-        failure(config(Stage::Parameters, 2), move |rank| rank.shard(HalfPrecision { a: a(&rank) }).map(|_| ()));
-    assert_contains(&error, &["`a`", "precision = \"bf16\"", "not available yet"]);
     let error = failure(config(Stage::Parameters, 2), move |rank| rank.shard(Offloaded { a: a(&rank) }).map(|_| ()));
     assert_contains(&error, &["`a`", "offload = \"cpu\"", "not available yet"]);
 }

@@ -12,6 +12,7 @@ mod kill;
 mod numbers;
 mod optimizers;
 mod parity;
+mod precision;
 mod recompute;
 mod recovery;
 mod saver;

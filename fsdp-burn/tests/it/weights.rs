@@ -11,10 +11,10 @@ use burn::tensor::{Device, Tensor, bf16, f16};
 use burn_pack::{DType, Tensor as PackTensor, Writer};
 use fsdp_burn::nn::Embedding;
 use fsdp_burn::{
-    Config, Convention, Error, Fit, LoadedWeights, OpKind, SaveOptions, Sharded, ShardedModel, Stage, WeightOptions,
-    launch,
+    Config, Convention, Dtype, Error, Fit, LoadedWeights, OpKind, PrecisionConfig, SaveOptions, Sharded, ShardedModel,
+    Stage, WeightOptions, launch,
 };
-use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use safetensors::tensor::{Dtype as FileDtype, TensorView, serialize_to_file};
 
 use crate::common::files::{PytorchTensor, Scratch, write_pytorch};
 use crate::common::models::{Trial, distance, noise, rows};
@@ -157,7 +157,7 @@ fn in_pytorch(truth: &[Truth], bytes: impl Fn(&[f32]) -> Vec<u8>) -> Tensors {
     truth.iter().map(tensor).collect()
 }
 
-fn write_safetensors(path: &Path, dtype: Dtype, tensors: &Tensors, note: Option<(&str, &str)>) {
+fn write_safetensors(path: &Path, dtype: FileDtype, tensors: &Tensors, note: Option<(&str, &str)>) {
     let views = tensors
         .iter()
         .map(|(name, shape, bytes)| (name.as_str(), TensorView::new(dtype, shape.clone(), bytes).unwrap()));
@@ -172,14 +172,14 @@ fn files(dir: &Path) -> Vec<(&'static str, PathBuf)> {
     let f16_bytes = |values: &[f32]| values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
 
     let hub = dir.join("bf16.safetensors");
-    write_safetensors(&hub, Dtype::BF16, &in_pytorch(&truth, bf16_bytes), Some(("format", "pt")));
+    write_safetensors(&hub, FileDtype::BF16, &in_pytorch(&truth, bf16_bytes), Some(("format", "pt")));
 
     let set = dir.join("set");
     fs::create_dir(&set).unwrap();
     let mut map = serde_json::Map::new();
     for (number, part) in truth.chunks(5).enumerate() {
         let name = format!("model-{:05}-of-00003.safetensors", number + 1);
-        write_safetensors(&set.join(&name), Dtype::F32, &in_burn(part, f32_bytes), Some(("producer", "burn")));
+        write_safetensors(&set.join(&name), FileDtype::F32, &in_burn(part, f32_bytes), Some(("producer", "burn")));
         map.extend(part.iter().map(|t| (t.burn.to_owned(), name.clone().into())));
     }
     let index = set.join("model.safetensors.index.json");
@@ -264,6 +264,30 @@ fn weights_of_every_format_and_convention_reach_every_rank_at_every_stage() {
     }
 }
 
+/// The values of the files are exact in half precision, so masters and what is computed with are equal to them.
+#[test]
+fn masters_take_the_weights_of_a_file() {
+    let scratch = Scratch::new("masters");
+    let files = files(&scratch.path());
+    for stage in Stage::ALL {
+        let files = files.clone();
+        let precision = PrecisionConfig { parameters: Dtype::Bf16, ..PrecisionConfig::default() };
+        launch(&Config { precision, ..config(stage, 2) }, move |rank| {
+            for (format, path) in &files {
+                let mut model = start::<Net>(&rank)?;
+                model.load_weights(path, &WeightOptions::default())?;
+                assert_true(&model, true, format)?;
+                let columns = model.valid().columns.val().into_data();
+                assert_eq!(columns.dtype(), DType::BF16);
+                let columns = columns.convert_dtype(DType::F32).try_to_vec::<f32>().unwrap();
+                assert_eq!(columns, truth()[7].values, "{format} at {stage}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn a_checkpoint_gives_its_weights_to_a_model_that_begins() {
     let scratch = Scratch::new("begin");
@@ -319,7 +343,7 @@ fn all_differences_are_one_error_and_a_partial_load_reports_what_it_skips() {
     other[1].values.truncate(42);
     let extra = Truth { burn: "new.weight", ..other[2].clone() };
     other.push(extra);
-    write_safetensors(&path, Dtype::F32, &in_burn(&other, f32_bytes), Some(("producer", "burn")));
+    write_safetensors(&path, FileDtype::F32, &in_burn(&other, f32_bytes), Some(("producer", "burn")));
     let exact = WeightOptions::default();
     let error = load(&path, &exact).unwrap_err();
     for line in [
@@ -338,7 +362,7 @@ fn all_differences_are_one_error_and_a_partial_load_reports_what_it_skips() {
     assert!(error.contains("1 wrong") && !error.contains("missing:"), "{error}");
 
     other.remove(1);
-    write_safetensors(&path, Dtype::F32, &in_burn(&other, f32_bytes), Some(("producer", "burn")));
+    write_safetensors(&path, FileDtype::F32, &in_burn(&other, f32_bytes), Some(("producer", "burn")));
     let loaded = load(&path, &partial).unwrap();
     assert_eq!(loaded.loaded.len(), 11);
     assert_eq!(loaded.missing, ["layers.0.Square.weight", "columns", "statistics.beta"]);
@@ -348,11 +372,16 @@ fn all_differences_are_one_error_and_a_partial_load_reports_what_it_skips() {
     assert!(error.contains("3 are missing, 0 extra"), "{error}");
     let integers: Tensors =
         truth().iter().map(|t| (t.burn.to_owned(), t.shape.clone(), f32_bytes(&t.values))).collect();
-    write_safetensors(&path, Dtype::I32, &integers, Some(("producer", "burn")));
+    write_safetensors(&path, FileDtype::I32, &integers, Some(("producer", "burn")));
     let error = load(&path, &exact).unwrap_err();
     assert!(error.contains("wrong:   `columns` is I32 [3, 7], the model has F32 [3, 7]"), "{error}");
     // Nothing in common is no partial load.
-    write_safetensors(&path, Dtype::F32, &vec![("a".into(), vec![1], f32_bytes(&[1.0]))], Some(("producer", "burn")));
+    write_safetensors(
+        &path,
+        FileDtype::F32,
+        &vec![("a".into(), vec![1], f32_bytes(&[1.0]))],
+        Some(("producer", "burn")),
+    );
     let error = load(&path, &partial).unwrap_err();
     assert!(error.contains("0 tensors match, 13 are missing, 1 extra"), "{error}");
 }
@@ -398,7 +427,7 @@ fn copies_of_tied_weights_must_agree_and_one_is_enough() {
         if !with_table {
             tensors.remove(0);
         }
-        write_safetensors(&path, Dtype::F32, &tensors, Some(("producer", "burn")));
+        write_safetensors(&path, FileDtype::F32, &tensors, Some(("producer", "burn")));
     };
     let same = truth()[0].values[0];
     let options = WeightOptions::default();
@@ -417,7 +446,7 @@ fn what_cannot_be_read_or_understood_is_refused_by_name() {
     let scratch = Scratch::new("refused");
     let dir = scratch.path();
     let silent = dir.join("silent.safetensors");
-    write_safetensors(&silent, Dtype::F32, &in_pytorch(&truth(), f32_bytes), None);
+    write_safetensors(&silent, FileDtype::F32, &in_pytorch(&truth(), f32_bytes), None);
     let options = WeightOptions::default();
     let error = load(&silent, &options).unwrap_err();
     assert!(

@@ -5,7 +5,7 @@ use super::error::{ConfigError, Location, Place};
 use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
 use super::tree::{Entry, Value};
-use crate::{Axis, Mesh};
+use crate::{Axis, LossScale, Mesh};
 
 /// Reads the entries of the whole text, in its order, then checks what only all keys together can show.
 pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigError> {
@@ -48,8 +48,14 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             None => return Ok(()),
         },
         Kind::NormOrder { get, .. } => (get(config) >= 1.0, format!("{:?}", get(config))),
-        // The types of these fields hold nothing but valid values.
-        Kind::Choice { .. } | Kind::OptionalMesh { .. } => return Ok(()),
+        Kind::OptionalScale { get, .. } => match get(config) {
+            Some(LossScale::Fixed(scale)) => (scale.is_finite() && scale > 0.0, format!("{scale:?}")),
+            Some(LossScale::Dynamic) | None => return Ok(()),
+        },
+        // An element type that no precision can be set to is beyond the names.
+        Kind::Choice { names, get, .. } => (get(config) < names.len(), "another type".to_owned()),
+        // A mesh is valid since it was made.
+        Kind::OptionalMesh { .. } => return Ok(()),
     };
     if valid { Ok(()) } else { Err(out_of_range(at(), key.path(), key.allowed(), got)) }
 }
@@ -119,6 +125,15 @@ impl Reader<'_> {
             (Kind::OptionalPositive { set, .. }, Value::Number(number)) => set(&mut self.config, Some(number)),
             (Kind::OptionalPositive { set, .. }, Value::Integer(integer)) => {
                 set(&mut self.config, Some(integer as f64));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Number(scale)) => {
+                set(&mut self.config, Some(LossScale::Fixed(scale)));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Integer(scale)) => {
+                set(&mut self.config, Some(LossScale::Fixed(scale as f64)));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Text(name)) if name == "dynamic" => {
+                set(&mut self.config, Some(LossScale::Dynamic));
             }
             (Kind::NormOrder { set, .. }, Value::Number(order)) => set(&mut self.config, order),
             (Kind::NormOrder { set, .. }, Value::Integer(order)) => set(&mut self.config, order as f64),
@@ -236,7 +251,7 @@ mod tests {
         assert_eq!(
             refusal("[optimizer]\nlr = 1"),
             "run.toml:1:2: unknown key `optimizer`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
-             `threads_per_rank`, `seed`, `prefetch`, `training`"
+             `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(

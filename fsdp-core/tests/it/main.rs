@@ -11,6 +11,7 @@ mod conformance;
 mod failure;
 mod fuzz;
 mod schedule;
+mod schedule_property;
 mod stream;
 mod streamed;
 mod traffic;

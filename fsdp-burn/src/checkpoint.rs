@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::OptimizerRecord;
@@ -20,6 +21,7 @@ use fsdp_core::checkpoint::{
 use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
+use crate::engine::Engine;
 use crate::model::reduce_number;
 use crate::survey::{Entry, replaced};
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
@@ -51,7 +53,7 @@ impl<M: Module> ShardedModel<M> {
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
+    /// Memory: two copies of this rank's optimizer state, and one while it is written. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
     /// on.
     ///
     /// # Errors
@@ -64,20 +66,17 @@ impl<M: Module> ShardedModel<M> {
         sections: BTreeMap<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
-        let snapshot = self.snapshot(optimizer, sections)?;
+        let noted = self.note(optimizer, sections)?;
+        let snapshot = self.agree("save optimizer state", noted.into_snapshot())?;
         Ok(save(self.engine().links().control.as_ref(), root, snapshot, options)?)
     }
 
-    /// What [`ShardedModel::save`] saves. *Collective.* It holds no tensor that a step would change: blocks of parameters are
-    /// replaced by a step, and optimizer state is copied.
+    /// Notes what [`ShardedModel::save`] saves. *Collective.* No later step changes it: blocks of parameters are replaced by a
+    /// step, and optimizer state is copied.
     ///
     /// # Errors
     /// As [`ShardedModel::save`], the disk aside.
-    pub(crate) fn snapshot(
-        &self,
-        optimizer: &ShardedOptimizer,
-        sections: BTreeMap<String, Value>,
-    ) -> Result<Snapshot<'static>, Error> {
+    pub(crate) fn note(&self, optimizer: &ShardedOptimizer, sections: BTreeMap<String, Value>) -> Result<Noted, Error> {
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {
@@ -98,8 +97,7 @@ impl<M: Module> ShardedModel<M> {
             });
         }
         let control = engine.links().control.clone();
-        let (mut state, mut scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
-        tensors.append(&mut state);
+        let mut scalars = BTreeMap::new();
         if let Some(scaler) = engine.scaler() {
             scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
             scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
@@ -115,7 +113,7 @@ impl<M: Module> ShardedModel<M> {
             }
             tensors.push(buffer);
         }
-        Ok(Snapshot {
+        let snapshot = Snapshot {
             step,
             mesh: self.plan().mesh().clone(),
             stage: self.plan().stage(),
@@ -124,7 +122,8 @@ impl<M: Module> ShardedModel<M> {
             sections,
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
-        })
+        };
+        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
     /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
@@ -264,54 +263,6 @@ impl<M: Module> ShardedModel<M> {
         checkpoint.compare(&expected, &[TensorKind::Model]).strict()
     }
 
-    /// Tensors and scalars of the optimizer's state, by the paths of their parameters.
-    fn optimizer_state(
-        &self,
-        optimizer: &ShardedOptimizer,
-    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
-        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let entries = self.planned_entries();
-        let named = |name: &str| {
-            let (id, field) = name.split_once('.')?;
-            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
-            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
-            let spec = &self.plan().params()[param];
-            let is_empty_here = spec.layout.full_len() > 0 && self.engine().block_shape(param).contains(&0);
-            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
-        };
-        let mut scalars = BTreeMap::new();
-        for (name, scalar) in reader.scalars() {
-            if let Some((_, name)) = named(name) {
-                scalars.insert(name, scalar_to_json(*scalar));
-            }
-        }
-        let mut tensors = Vec::new();
-        for tensor in reader.into_tensors().map_err(record_error)? {
-            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            let Some((param, name)) = named(&id_and_field) else { continue };
-            let spec = &self.plan().params()[param];
-            let (dtype, block_shape) = (host::dtype_of(dtype), self.engine().block_shape(param));
-            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
-                return Err(Error::Parameter {
-                    parameter: spec.path.clone(),
-                    problem: format!(
-                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
-                    ),
-                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
-                });
-            };
-            tensors.push(TensorBlock {
-                name,
-                aliases: Vec::new(),
-                kind: TensorKind::Optimizer,
-                dtype: dtype.into(),
-                layout: stepped_layout(spec),
-                data: BlockData::Ready(host::shared(bytes)),
-            });
-        }
-        Ok((tensors, scalars))
-    }
-
     /// The optimizer's state for the blocks of this rank, by the ids of their parameters.
     fn optimizer_record(&self, checkpoint: &Checkpoint) -> Result<(OptimizerRecord, BTreeSet<String>), Error> {
         let entries = self.planned_entries();
@@ -367,6 +318,68 @@ impl<M: Module> ShardedModel<M> {
 /// Names of the loss scale's numbers among the scalars.
 const LOSS_SCALE: &str = "loss_scale";
 const GOOD_STEPS: &str = "loss_scale.good_steps";
+
+/// What is to be saved, as one rank has noted it: all but the optimizer's state in the form of a checkpoint.
+pub(crate) struct Noted {
+    snapshot: Snapshot<'static>,
+    record: OptimizerRecord,
+    engine: Arc<Engine>,
+    entries: Arc<[Entry]>,
+}
+
+impl Noted {
+    /// Optimizer steps done.
+    pub(crate) fn step(&self) -> u64 {
+        self.snapshot.step
+    }
+
+    /// Adds the optimizer's state, by the paths of its parameters. Copies it once more, and drops the first copy.
+    ///
+    /// # Errors
+    /// If the state does not have the shape of its parameters.
+    pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
+        let Self { mut snapshot, record, engine, entries } = self;
+        let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+        let plan = engine.plan();
+        let named = |name: &str| {
+            let (id, field) = name.split_once('.')?;
+            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
+            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
+            let spec = &plan.params()[param];
+            let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
+            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
+        };
+        for (name, scalar) in reader.scalars() {
+            if let Some((_, name)) = named(name) {
+                snapshot.scalars.insert(name, scalar_to_json(*scalar));
+            }
+        }
+        for tensor in reader.into_tensors().map_err(record_error)? {
+            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+            let Some((param, name)) = named(&id_and_field) else { continue };
+            let spec = &plan.params()[param];
+            let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
+            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
+                return Err(Error::Parameter {
+                    parameter: spec.path.clone(),
+                    problem: format!(
+                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
+                    ),
+                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
+                });
+            };
+            snapshot.tensors.push(TensorBlock {
+                name,
+                aliases: Vec::new(),
+                kind: TensorKind::Optimizer,
+                dtype: dtype.into(),
+                layout: stepped_layout(spec),
+                data: BlockData::Ready(host::shared(bytes)),
+            });
+        }
+        Ok(snapshot)
+    }
+}
 
 /// All that a rank needs of a checkpoint.
 struct Read {

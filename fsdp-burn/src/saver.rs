@@ -18,8 +18,8 @@ use crate::{Error, ShardedModel, ShardedOptimizer};
 /// [`poll`](Saver::poll), [`save`](Saver::save) or [`finish`](Saver::finish), on **every** rank, and names the rank that
 /// failed; training may go on, and the saver be used again.
 ///
-/// Memory while a save is under way: a copy of this rank's optimizer state; and of its parameters, once a step has
-/// replaced them. Time of training: that copy, and what the thread takes of the processors.
+/// Memory while a save is under way: a copy of this rank's optimizer state, two as it begins; and of its parameters, once a
+/// step has replaced them. Time of training: one of these copies, and what the thread takes of the processors.
 ///
 /// The configured `timeout_s` must allow for the slowest disk. Dropping a saver waits for the save under way and loses its
 /// error: call [`finish`](Saver::finish) at the end.
@@ -79,7 +79,8 @@ impl Saver {
     ) -> Result<Option<Saved>, Error> {
         // First the wait, so that there are never two copies of the state.
         let earlier = self.inner.finish()?;
-        self.inner.save(model.snapshot(optimizer, sections)?)?;
+        let noted = model.note(optimizer, sections)?;
+        self.inner.save_with(noted.step(), move || Ok(noted.into_snapshot()?))?;
         Ok(earlier)
     }
 
@@ -112,11 +113,11 @@ mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
     use burn::tensor::Tensor;
-    use bytes::Bytes;
-    use fsdp_core::checkpoint::BlockData;
+    use fsdp_core::checkpoint::{BlockData, TensorBlock};
     use fsdp_core::{Config, Stage};
 
     use super::*;
+    use crate::checkpoint::Noted;
     use crate::{FusedAdamW, Sharded, launch};
 
     #[derive(Module, Debug, Sharded)]
@@ -131,6 +132,15 @@ mod tests {
             1 => AdamWConfig::new().init(),
             _ => FusedAdamW::new(&AdamWConfig::new()).unwrap().into(),
         }
+    }
+
+    /// Copies of all that was noted, by name.
+    fn tensors(noted: Noted) -> Result<Vec<(String, Vec<u8>)>, Error> {
+        let copied = |tensor: TensorBlock<'_>| match tensor.data {
+            BlockData::Ready(bytes) => (tensor.name, bytes.to_vec()),
+            BlockData::Lazy(_) => panic!("everything is noted at once"),
+        };
+        Ok(noted.into_snapshot()?.tensors.into_iter().map(copied).collect())
     }
 
     #[test]
@@ -149,25 +159,16 @@ mod tests {
                     optimizer.step(0.1, model, gradients).map(drop)
                 };
                 step(&mut model, &mut optimizer)?;
-                let noted = model.snapshot(&optimizer, BTreeMap::new())?.tensors;
-                let bytes = |data: &BlockData<'_>| match data {
-                    BlockData::Ready(bytes) => bytes.clone(),
-                    BlockData::Lazy(_) => panic!("everything is noted at once"),
-                };
-                let copies: Vec<_> = noted.iter().map(|t| Bytes::copy_from_slice(&bytes(&t.data))).collect();
+                let noted = model.note(&optimizer, BTreeMap::new())?;
+                let copies: Vec<_> = tensors(model.note(&optimizer, BTreeMap::new())?)?;
                 for _ in 0..3 {
                     step(&mut model, &mut optimizer)?;
                 }
-                for (tensor, copy) in noted.iter().zip(&copies) {
-                    assert_eq!(bytes(&tensor.data), copy, "{} at {stage}", tensor.name);
-                }
-                let later = model.snapshot(&optimizer, BTreeMap::new())?.tensors;
-                let changed = later.iter().zip(&copies).filter(|(tensor, copy)| bytes(&tensor.data) != *copy).count();
-                assert_eq!(
-                    changed,
-                    later.iter().filter(|t| !bytes(&t.data).is_empty()).count(),
-                    "training changes all"
-                );
+                let later = tensors(model.note(&optimizer, BTreeMap::new())?)?;
+                assert!(tensors(noted)? == copies, "{stage}, optimizer {number}");
+                let is_other =
+                    |(later, copy): &(&(String, Vec<u8>), &(String, Vec<u8>))| later != copy || later.1.is_empty();
+                assert!(later.iter().zip(&copies).all(|pair| is_other(&pair)), "training changes all of it");
                 Ok(())
             })
             .unwrap();

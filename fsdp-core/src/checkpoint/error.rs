@@ -99,6 +99,12 @@ pub enum CheckpointError {
         /// What its source said.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A snapshot that was to be made in the background could not be.
+    #[error("the state could not be read from the model: {source}")]
+    Snapshot {
+        /// What its maker said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Two ranks say different things of what should be one.
     #[error("ranks disagree about {what}: rank {first_rank} has {first}, rank {rank} has {got}")]
     Disagree {

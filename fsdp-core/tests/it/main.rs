@@ -3,6 +3,7 @@
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_failure;
+mod checkpoint_full;
 mod checkpoint_kill;
 #[cfg(feature = "cli")]
 mod checkpoint_out;

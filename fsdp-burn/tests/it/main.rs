@@ -5,6 +5,7 @@
 
 mod checkpoint;
 mod common;
+mod consolidated;
 mod control_flow;
 mod embedding;
 mod failure;

@@ -23,7 +23,7 @@ use crate::common::run::{Optimizer, config, share, start, weights};
 /// A square weight, so that a missing transposition shows in values alone; names that differ between conventions; an enum;
 /// running statistics; tied, recut and unmanaged parameters.
 #[derive(Module, Debug, Sharded)]
-struct Net {
+pub(crate) struct Net {
     #[shard(unit)]
     table: Embedding,
     #[shard(units)]
@@ -33,7 +33,7 @@ struct Net {
     #[shard(unit, spec(_, "shard"))]
     wide: Wide,
     #[shard(replicate)]
-    statistics: BatchNorm,
+    pub(crate) statistics: BatchNorm,
     #[shard(ignore)]
     teacher: Linear,
     head: Embedding,

@@ -398,6 +398,11 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
+    /// Index among the plan's parameters of an entry that is managed.
+    pub(crate) fn managed(&self, entry: usize) -> Option<usize> {
+        self.managed[entry]
+    }
+
     pub(crate) fn module(&self) -> &M {
         &self.module
     }

@@ -119,6 +119,11 @@ impl ShardedOptimizer {
         self.inner.into_bytes()
     }
 
+    /// A copy of that state.
+    pub(crate) fn record(&self) -> OptimizerRecord {
+        self.inner.to_record()
+    }
+
     /// Goes on from this state.
     pub(crate) fn load_record(&mut self, record: OptimizerRecord) {
         self.inner = self.inner.clone().load_record(record);

@@ -58,6 +58,7 @@ mod distribute;
 mod elementwise;
 mod engine;
 mod error;
+mod freeze;
 mod fused_adamw;
 mod gather_op;
 mod host;

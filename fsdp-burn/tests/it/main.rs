@@ -11,6 +11,7 @@ mod control_flow;
 mod embedding;
 mod every_key;
 mod failure;
+mod freeze;
 mod kill;
 mod learner;
 mod lora;

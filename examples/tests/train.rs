@@ -275,19 +275,23 @@ fn a_run_goes_on_from_its_newest_checkpoint_with_the_losses_it_would_have_had() 
     let folder = folder("resume");
     let (plot, root) = (folder.join("loss.svg"), folder.join("checkpoints"));
     let more = ["--checkpoints", root.to_str().unwrap(), "--save-every", "10", "--resume", "--keep", "2"];
-    let straight = run(&args(&plot, &more)).unwrap().losses;
-    assert_eq!(straight.len(), 30, "there was nothing to go on from");
-    let steps = || {
-        let entries = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
-        steps.sort();
-        steps
-    };
-    assert_eq!(steps(), ["step-20", "step-30"], "the last two are kept");
-    // As if the run had been killed before it ended.
-    fs::remove_dir_all(root.join("step-30")).unwrap();
-    let resumed = run(&args(&plot, &more)).unwrap().losses;
-    assert_eq!(resumed, straight[20..]);
+    let background = [&more[..], &["--save-in-background"]].concat();
+    for more in [&more[..], &background] {
+        let straight = run(&args(&plot, more)).unwrap().losses;
+        assert_eq!(straight.len(), 30, "there was nothing to go on from");
+        let steps = || {
+            let entries = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
+            steps.sort();
+            steps
+        };
+        assert_eq!(steps(), ["step-20", "step-30"], "the last two are kept");
+        // As if the run had been killed before it ended.
+        fs::remove_dir_all(root.join("step-30")).unwrap();
+        let resumed = run(&args(&plot, more)).unwrap().losses;
+        assert_eq!(resumed, straight[20..]);
+        fs::remove_dir_all(&root).unwrap();
+    }
     fs::remove_dir_all(&folder).unwrap();
 }
 

@@ -178,7 +178,7 @@ mod tests {
     /// A job of `len` parameters, on `num_ranks` with a link of so many bytes per second.
     fn job(len: usize, num_ranks: usize, bytes_per_s: f64) -> Job {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1.0 / bytes_per_s });
-        let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 };
+        let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e13 };
         Job::new(ModelShape::even(len, 8), num_ranks, Machine { network: network.into(), speed })
     }
 
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn a_model_that_fits_whole_is_not_sharded() {
-        let advice = forecast(&job(1_000_000, 4, 1e10), 1 << 30).advice;
+        let advice = forecast(&job(1_000_000, 4, 1e12), 1 << 30).advice;
         assert_eq!((advice.stage, advice.is_worth_it), (Some(Stage::Ddp), false));
         assert!(
             advice.reason.starts_with("sharding is not worth it, since all of the state fits on every rank: "),
@@ -199,47 +199,47 @@ mod tests {
     #[test]
     fn of_stages_that_are_as_fast_the_lowest_is_taken_but_2_rather_than_1() {
         // 16 MB of state whole; 10 at stage 1, 7 at stage 2.
-        let advice = forecast(&job(1_000_000, 4, 1e10), 15_000_000).advice;
+        let advice = forecast(&job(1_000_000, 4, 1e12), 15_000_000).advice;
         assert_eq!((advice.stage, advice.is_worth_it), (Some(Stage::Gradients), true));
         assert!(advice.reason.starts_with("the lowest that fits, and none is faster; a rank holds "), "{advice}");
     }
 
     #[test]
     fn what_only_stage_3_fits_takes_stage_3() {
-        let advice = forecast(&job(1_000_000, 4, 1e10), 6_800_000).advice;
+        let advice = forecast(&job(1_000_000, 4, 1e12), 6_800_000).advice;
         assert_eq!(advice.stage, Some(Stage::Parameters));
         assert!(advice.reason.starts_with("the only one that fits; "), "{advice}");
     }
 
     #[test]
     fn where_nothing_fits_the_remedy_is_said() {
-        let small = forecast(&job(1_000_000, 4, 1e10), 4_000_000);
+        let small = forecast(&job(1_000_000, 4, 1e12), 4_000_000);
         assert_eq!(small.advice.stage, None);
         let ranks = small.stages[3].min_ranks.unwrap();
         let remedy = format!("from {ranks} ranks on, stage 3 does");
         assert!(small.advice.to_string().ends_with(&remedy), "{}", small.advice);
         // That number is the least.
-        let of = |ranks| job(1_000_000, ranks as usize, 1e10).memory(Stage::Parameters).peak_or_known_bytes();
+        let of = |ranks| job(1_000_000, ranks as usize, 1e12).memory(Stage::Parameters).peak_or_known_bytes();
         assert!(of(ranks) <= 4_000_000 && of(ranks - 1) > 4_000_000);
 
-        let hopeless = forecast(&job(1_000_000, 4, 1e10), 500_000).advice;
+        let hopeless = forecast(&job(1_000_000, 4, 1e12), 500_000).advice;
         assert!(hopeless.to_string().contains("more ranks do not help"), "{hopeless}");
     }
 
     #[test]
     fn one_rank_and_no_device_size_have_their_own_words() {
-        let alone = forecast(&job(1_000_000, 1, 1e10), 1 << 30).advice;
+        let alone = forecast(&job(1_000_000, 1, 1e12), 1 << 30).advice;
         assert!(!alone.is_worth_it && alone.reason.contains("one rank"), "{alone}");
-        let unknown = Forecast::new(&job(1_000_000, 4, 1e10), None);
+        let unknown = Forecast::new(&job(1_000_000, 4, 1e12), None);
         assert!(unknown.advice.reason.contains("the size of a device is not given"), "{}", unknown.advice);
         assert!(unknown.stages.iter().all(|of| of.fits.is_none() && of.min_ranks.is_none()));
     }
 
     #[test]
     fn stage_0_needs_no_more_than_one_rank_or_none_is_enough() {
-        let all = forecast(&job(1_000_000, 4, 1e10), 17_000_000);
+        let all = forecast(&job(1_000_000, 4, 1e12), 17_000_000);
         assert_eq!(all.stages[0].min_ranks, Some(1));
-        let tight = forecast(&job(1_000_000, 4, 1e10), 10_000_000);
+        let tight = forecast(&job(1_000_000, 4, 1e12), 10_000_000);
         assert_eq!(tight.stages[0].min_ranks, None);
         assert!(tight.stages[1].min_ranks > tight.stages[2].min_ranks);
     }

@@ -9,9 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::optim::OptimizerRecord;
-use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -21,9 +20,10 @@ use fsdp_core::checkpoint::{
 use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
+use crate::buffers::{self, Buffer};
 use crate::engine::Engine;
 use crate::model::reduce_number;
-use crate::survey::{Entry, replaced};
+use crate::survey::Entry;
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
 /// What optimizer state is called in a checkpoint, in front of its parameter.
@@ -46,8 +46,8 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
-    /// Running statistics are rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or booleans, are not
-    /// saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or
+    /// booleans, are not saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
@@ -102,16 +102,18 @@ impl<M: Module> ShardedModel<M> {
             scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
             scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
         }
-        let mut buffers = Buffers { entries: self.entries(), next: 0, tensors: Vec::new() };
-        // Running statistics are collected by thread until somebody looks at them, as `valid` does.
-        self.valid().visit(&mut buffers);
-        for mut buffer in buffers.tensors {
-            // They differ from rank to rank, and any rank may be the one that writes them.
-            if let BlockData::Ready(own) = &mut buffer.data {
-                let tag = OpTag::new(step, Phase::Checkpoint, buffer.name.as_str());
-                *own = control.broadcast(&tag, 0, (control.rank() == 0).then(|| own.clone()))?;
-            }
-            tensors.push(buffer);
+        for (entry, buffer) in buffers::entries(self.entries()).zip(buffers::read(self.module(), self.entries())) {
+            // They may differ from rank to rank, and any rank may be the one that writes them.
+            let tag = OpTag::new(step, Phase::Checkpoint, entry.path());
+            let roots = control.broadcast(&tag, 0, (control.rank() == 0).then_some(buffer.bytes))?;
+            tensors.push(TensorBlock {
+                name: entry.path(),
+                aliases: Vec::new(),
+                kind: TensorKind::Model,
+                dtype: buffer.dtype.into(),
+                layout: ShardLayout::new(&entry.spec.shape, 0, 1),
+                data: BlockData::Ready(roots),
+            });
         }
         let snapshot = Snapshot {
             step,
@@ -202,10 +204,10 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Takes over what the engine stores, and by entry these values, of what the model itself holds.
-    pub(crate) fn restore(&mut self, values: Vec<Option<(Bytes, Dtype)>>) {
+    pub(crate) fn restore(&mut self, values: Vec<Option<Buffer>>) {
         // What threads have collected of running statistics would be added later, and win.
         drop(self.valid());
-        let module = self.module().clone().map(&mut Restorer { entries: self.entries(), next: 0, values });
+        let module = buffers::put(self.module().clone(), self.entries(), values);
         self.replace_module(module);
     }
 
@@ -228,7 +230,8 @@ impl<M: Module> ShardedModel<M> {
             }
             let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
             let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
-            buffers.push(Some((bytes.into(), if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 })));
+            let dtype = if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 };
+            buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
         let (record, state_names) = self.optimizer_record(checkpoint)?;
         Ok(Read { stored, buffers, record, state_names })
@@ -254,7 +257,7 @@ impl<M: Module> ShardedModel<M> {
             shape: spec.layout.shape().to_vec(),
             dtype: Some(self.engine().dtype(param).into()),
         });
-        let buffers = self.entries().iter().filter(|entry| !entry.is_param).map(|entry| ExpectedTensor {
+        let buffers = buffers::entries(self.entries()).map(|entry| ExpectedTensor {
             name: entry.path(),
             shape: entry.spec.shape.clone(),
             dtype: None, // floats of either size
@@ -386,7 +389,7 @@ struct Read {
     /// By parameter.
     stored: Vec<Bytes>,
     /// By entry, of running statistics.
-    buffers: Vec<Option<(Bytes, Dtype)>>,
+    buffers: Vec<Option<Buffer>>,
     record: OptimizerRecord,
     state_names: BTreeSet<String>,
 }
@@ -432,50 +435,4 @@ fn scalar_from_json(value: &Value) -> Option<Scalar> {
 
 fn record_error(error: impl std::fmt::Display) -> Error {
     Error::program(format!("the optimizer's state cannot be converted: {error}"))
-}
-
-/// Collects what Burn visits like a parameter and is none: running statistics.
-struct Buffers<'a> {
-    entries: &'a [Entry],
-    next: usize,
-    tensors: Vec<TensorBlock<'static>>,
-}
-
-impl ModuleVisitor for Buffers<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let entry = &self.entries[self.next];
-        self.next += 1;
-        if entry.is_param {
-            return;
-        }
-        let data = param.val().into_data();
-        let dtype = host::dtype_of(data.dtype()).unwrap_or(Dtype::F32);
-        self.tensors.push(TensorBlock {
-            name: entry.path(),
-            aliases: Vec::new(),
-            kind: TensorKind::Model,
-            dtype: dtype.into(),
-            layout: ShardLayout::new(&entry.spec.shape, 0, 1),
-            data: BlockData::Ready(host::elements(data)),
-        });
-    }
-}
-
-/// Puts values into what the model itself holds: running statistics, and parameters that are not managed.
-struct Restorer<'a> {
-    entries: &'a [Entry],
-    next: usize,
-    /// By entry.
-    values: Vec<Option<(Bytes, Dtype)>>,
-}
-
-impl ModuleMapper for Restorer<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (entry, value) = (&self.entries[self.next], self.values[self.next].take());
-        self.next += 1;
-        match value {
-            Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
-            None => param,
-        }
-    }
 }

@@ -51,6 +51,7 @@ extern crate self as fsdp_burn;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+mod buffers;
 mod checkpoint;
 mod clip;
 mod distribute;
@@ -61,7 +62,10 @@ mod fused_adamw;
 mod gather_op;
 mod host;
 mod launch;
+#[cfg(feature = "learner")]
+mod learner;
 mod links;
+mod lora;
 mod model;
 pub mod nn;
 mod optim;
@@ -80,6 +84,8 @@ pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::FusedAdamW;
 pub use launch::{LaunchOptions, launch, launch_with};
+#[cfg(feature = "learner")]
+pub use learner::FsdpStrategy;
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};
 pub use random::RandomState;
@@ -91,8 +97,9 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
-    MemoryEstimate, Mesh, NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
-    PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
+    Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
+    GradientReduction, Link, LossScale, MemoryEstimate, Mesh, ModelShape, NonFinite, OpCount, OpKind, OptimizerKind,
+    Plan, PlanWarning, PrecisionConfig, PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, Transformer, Translated,
+    TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

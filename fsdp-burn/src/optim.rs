@@ -73,7 +73,7 @@ impl ShardedOptimizer {
     /// *Collective.*
     ///
     /// `lr` is a learning rate, or Burn's rates by parameter group. Gradients are averaged over micro-batches unless
-    /// the configuration says sum.
+    /// the configuration says sum. After it, running statistics are what the configuration's `buffers` says.
     ///
     /// # Errors
     /// If the optimizer needs whole tensors and a parameter is split; if the global gradient norm is not finite and
@@ -163,6 +163,7 @@ impl ShardedOptimizer {
                 _ => {
                     engine.discard_gradients();
                     engine.end_step();
+                    model.agree_on_buffers()?;
                     return Ok(StepOutcome::Skipped { gradient_norm: norm });
                 }
             }
@@ -180,6 +181,7 @@ impl ShardedOptimizer {
             Ok(())
         })?;
         engine.end_step();
+        model.agree_on_buffers()?;
         Ok(StepOutcome::Stepped { gradient_norm })
     }
 

@@ -7,10 +7,15 @@ use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_core::ParamSpec;
 
 use crate::Error;
+use crate::lora::LORA;
 use crate::nn::HOLDS_INDICES_ONLY;
 
 /// What Burn calls its own embedding when it is visited, and every other type of that name.
 const EMBEDDING: &str = "Struct:Embedding";
+
+/// Layers of Burn's whose forward compares the input with the shape of the parameter that the model stores. It is a vector of
+/// one element for each feature.
+const READ_SHAPES: [&str; 2] = ["Struct:BatchNorm", "Struct:RmsNorm"];
 
 /// One float parameter, or something that Burn visits like one.
 #[derive(Clone, Debug)]
@@ -23,6 +28,15 @@ pub(crate) struct Entry {
     pub(crate) is_param: bool,
     /// Index of the first entry of the same parameter, if that is another one: tied weights.
     pub(crate) tied_to: Option<usize>,
+    /// Its part in a LoRA adapter. A base comes right before its two factors.
+    pub(crate) lora: Option<LoraPart>,
+}
+
+/// See [Note: One slot for the gather and the adapter].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LoraPart {
+    Base,
+    Factor,
 }
 
 impl Entry {
@@ -34,8 +48,8 @@ impl Entry {
 /// All float parameters, in the order in which Burn traverses the model.
 ///
 /// # Errors
-/// If a parameter is reparameterized already (LoRA), since a parameter has one such slot, or if fields that share one
-/// parameter differ in shape, training or value.
+/// If a parameter is reparameterized already, other than by LoRA, since a parameter has one such slot, or if fields that
+/// share one parameter differ in shape, training or value.
 pub(crate) fn survey<M: Module>(model: &M) -> Result<Vec<Entry>, Error> {
     let mut surveyor = Surveyor::default();
     model.clone().apply_reparameterization(Mark).visit(&mut surveyor);
@@ -96,6 +110,9 @@ struct Surveyor {
     path: Vec<String>,
     /// What was entered last is a field of an embedding.
     in_embedding: bool,
+    in_adapter: bool,
+    /// What was entered last is a field of a layer that reads the shape of its parameters.
+    in_shape_reader: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -105,26 +122,40 @@ impl ModuleVisitor for Surveyor {
         if container == "Reparameterization" {
             match self.entries.last_mut() {
                 Some(entry) if name == Marked::NAME => entry.is_param = true,
+                Some(entry) if name == LORA => {
+                    // Its own slot holds the adapter, and so no mark.
+                    (entry.is_param, entry.lora) = (true, Some(LoraPart::Base));
+                    self.in_adapter = true;
+                }
                 _ => self.foreign = self.foreign.take().or(Some((self.path.join("."), name.to_owned()))),
             }
         }
         self.in_embedding = container == EMBEDDING;
+        self.in_shape_reader = READ_SHAPES.contains(&container);
         if let (true, HOLDS_INDICES_ONLY, Some(entry)) = (self.in_embedding, name, self.entries.last_mut()) {
             entry.spec.held_by_op = false;
         }
         self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _: &str, _: &str) {
+    fn exit_module(&mut self, name: &str, container: &str) {
+        self.in_adapter &= !(container == "Reparameterization" && name == LORA);
         self.path.pop();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.lazy_shape().to_vec();
         let trainable = emptied(param.clone()).is_require_grad();
-        let spec =
-            ParamSpec { path: self.path.clone(), shape, trainable, held_by_op: self.in_embedding, also: Vec::new() };
-        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None });
+        let lora = self.in_adapter.then_some(LoraPart::Factor);
+        let spec = ParamSpec {
+            path: self.path.clone(),
+            shape,
+            trainable,
+            held_by_op: self.in_embedding,
+            shape_is_read: self.in_shape_reader,
+            also: Vec::new(),
+        };
+        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None, lora });
     }
 }
 

@@ -4,6 +4,7 @@
 //! be accepted without meaning anything.
 
 mod choice;
+mod deepspeed;
 mod error;
 mod keys;
 mod nearest;
@@ -14,7 +15,8 @@ mod tree;
 use std::path::Path;
 use std::time::Duration;
 
-pub use choice::{Accumulate, GradientReduction, NonFinite};
+pub use choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+pub use deepspeed::{Fate, Translated, TranslatedItem};
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 
@@ -106,6 +108,8 @@ pub struct TrainingConfig {
     pub gradient_clip_value: Option<f64>,
     /// What to do when the global gradient norm is NaN or infinite. Default: [`NonFinite::Error`].
     pub non_finite: NonFinite,
+    /// Whose running statistics the ranks go on with. Default: [`Buffers::Sync`], the mean of all.
+    pub buffers: Buffers,
 }
 
 impl Default for Config {
@@ -154,6 +158,7 @@ impl Default for TrainingConfig {
             gradient_norm_order: 2.0,
             gradient_clip_value: None,
             non_finite: NonFinite::default(),
+            buffers: Buffers::default(),
         }
     }
 }
@@ -278,13 +283,15 @@ mod tests {
             gradient_clip_norm = 1
             gradient_norm_order = "inf"
             non_finite = "skip"
+            buffers = "rank 0"
         "#;
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
-                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"}
+                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip",
+                         "buffers": "rank 0"}
         }"#;
         let expected = Config {
             stage: Stage::OptimizerState,
@@ -308,6 +315,7 @@ mod tests {
                 gradient_norm_order: f64::INFINITY,
                 gradient_clip_value: None,
                 non_finite: NonFinite::Skip,
+                buffers: Buffers::Rank0,
             },
         };
         assert_eq!(Config::from_toml(toml, "t").unwrap(), expected);
@@ -369,7 +377,7 @@ mod tests {
                 Just(LossScale::Dynamic), (1e-30..1e30f64).prop_map(LossScale::Fixed)
             ]),
             gradient_accumulation in 1..100usize,
-            (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
+            (accumulate, reduction, non_finite, buffers) in (0..2usize, 0..2usize, 0..3usize, 0..3usize),
             (clipping, most) in (0..3u8, 1e-30..1e30f64),
             gradient_norm_order in prop_oneof![Just(f64::INFINITY), 1.0..20.0f64],
         ) -> Config {
@@ -401,6 +409,7 @@ mod tests {
                     gradient_norm_order,
                     gradient_clip_value: (clipping == 2).then_some(most),
                     non_finite: NonFinite::ALL[non_finite],
+                    buffers: Buffers::ALL[buffers],
                 },
             }
         }

@@ -98,6 +98,7 @@ gradient_reduction = "mean"
 gradient_norm_order = 2.0
 # gradient_clip_value is not set
 non_finite = "error"
+buffers = "sync"
 "#
         );
         assert!(printed.starts_with("# How much is sharded: 0 nothing (DDP)"), "{printed}");

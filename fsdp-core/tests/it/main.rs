@@ -8,11 +8,14 @@ mod checkpoint_kill;
 #[cfg(feature = "cli")]
 mod checkpoint_out;
 mod checkpoint_state;
+#[cfg(feature = "cli")]
+mod command;
 mod conformance;
 mod failure;
 mod fuzz;
 mod schedule;
 mod schedule_property;
+mod simulate;
 mod stream;
 mod streamed;
 mod traffic;

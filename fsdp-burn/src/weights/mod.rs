@@ -211,7 +211,8 @@ impl<M: Module> ShardedModel<M> {
             }
         }
         let is_extra = |(index, found): &(usize, &Found)| {
-            !is_used[*index] && !(source.convention == Convention::PyTorch && found.name.ends_with(UNUSED_COUNTER))
+            let is_counter = source.convention == Convention::PyTorch && found.name.ends_with(UNUSED_COUNTER);
+            !is_used[*index] && !is_counter
         };
         let extra: Vec<String> =
             source.tensors.iter().enumerate().filter(is_extra).map(|(_, found)| found.name.clone()).collect();

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
-use burn::tensor::{Tensor, TensorData};
+use burn::module::{LoraAdapter, Module, ModuleMapper, Param, Reparameterizer};
+use burn::tensor::{Device, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan};
 
@@ -15,6 +15,7 @@ use crate::Error;
 use crate::engine::Engine;
 use crate::gather_op::{GatherOnUse, GatherSite, Use};
 use crate::host;
+use crate::lora::{Adapter, take_adapters};
 use crate::survey::{Entry, emptied, replaced};
 
 /// What one rank holds of every parameter, by plan index.
@@ -56,13 +57,22 @@ pub(crate) fn distribute<M: Module>(
 }
 
 /// Puts what the engine stores into the model, and the gather before each use.
-pub(crate) fn attach<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
-    model.apply_reparameterization(Attacher { managed, engine, next: 0 })
+///
+/// Returns the scale of each adapter, too, by the entry of its base.
+pub(crate) fn attach<M: Module>(
+    model: M,
+    entries: &[Entry],
+    managed: &[Option<usize>],
+    engine: &Arc<Engine>,
+) -> (M, Vec<Option<f64>>) {
+    let (model, scales) = take_adapters(model, entries);
+    let mut values = Values { managed, engine, next: 0 };
+    (model.apply_reparameterization(Attacher { values: &mut values, entries, scales: &scales }), scales)
 }
 
 /// Puts what the engine stores into a model that is attached already: after an optimizer step.
 pub(crate) fn refresh<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
-    model.map(&mut Refresher(Attacher { managed, engine, next: 0 }))
+    model.map(&mut Refresher(Values { managed, engine, next: 0 }))
 }
 
 /// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
@@ -70,9 +80,19 @@ pub(crate) fn let_go<M: Module>(model: M, managed: &[Option<usize>]) -> M {
     model.map(&mut Emptier { managed, next: 0 })
 }
 
-/// The module with these values in place of its parameters', where there is one.
-pub(crate) fn put<M: Module>(module: M, managed: &[Option<usize>], values: &[Option<TensorData>]) -> M {
-    module.map(&mut Putter { managed, values, next: 0 })
+/// What a module without anything attached lacks to be the one that was sharded.
+pub(crate) struct Restored<'a> {
+    pub(crate) entries: &'a [Entry],
+    pub(crate) managed: &'a [Option<usize>],
+    /// By parameter of the plan, where it is not in the module already. Those of adapted parameters and their factors are here.
+    pub(crate) values: &'a [Option<TensorData>],
+    /// Of each adapter, by the entry of its base.
+    pub(crate) scales: &'a [Option<f64>],
+}
+
+/// Puts values and adapters into `module`.
+pub(crate) fn restore<M: Module>(module: M, restored: &Restored) -> M {
+    module.apply_reparameterization(Restorer { restored, next: 0 })
 }
 
 /// For each entry, its index among the plan's parameters; tied ones have one together.
@@ -205,13 +225,13 @@ impl Sender<'_> {
     }
 }
 
-struct Attacher<'a> {
+struct Values<'a> {
     managed: &'a [Option<usize>],
     engine: &'a Arc<Engine>,
     next: usize,
 }
 
-impl Attacher<'_> {
+impl Values<'_> {
     fn value<const D: usize>(&mut self, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<usize>) {
         let managed = self.managed[self.next];
         self.next += 1;
@@ -227,7 +247,30 @@ impl Attacher<'_> {
     }
 }
 
-impl Reparameterizer for Attacher<'_> {
+struct Attacher<'v, 'a> {
+    values: &'v mut Values<'a>,
+    entries: &'a [Entry],
+    /// By entry: that of the adapter of a base.
+    scales: &'v [Option<f64>],
+}
+
+impl Attacher<'_, '_> {
+    /// The adapter of `base`, whose factors are the two entries after it.
+    fn adapter<const D: usize>(&mut self, base: Tensor<D>, scale: f64) -> Adapter {
+        let [a, b] = [0, 1].map(|factor| {
+            let entry = &self.entries[self.values.next + factor];
+            let mut value = Tensor::<2>::zeros([1, 1], &base.device());
+            if let Some(strategy) = base.gradient_checkpointing_strategy() {
+                value = value.with_gradient_checkpointing_strategy(strategy);
+            }
+            Param::initialized(entry.id, value.set_require_grad(entry.spec.trainable))
+        });
+        let nested = Attacher { values: self.values, entries: self.entries, scales: self.scales };
+        Adapter { a, b, scale }.apply_reparameterization(nested)
+    }
+}
+
+impl Reparameterizer for Attacher<'_, '_> {
     type Reparam = GatherOnUse;
 
     fn reparameterize<const D: usize>(
@@ -235,9 +278,11 @@ impl Reparameterizer for Attacher<'_> {
         _: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<GatherOnUse>) {
-        let (param, managed) = self.value(param);
-        let site = managed.map(|param| GatherSite { engine: self.engine.clone(), param, usage: Use::Evaluate });
-        (param, site.map(|site| GatherOnUse { site }))
+        let scale = self.scales[self.values.next];
+        let (param, managed) = self.values.value(param);
+        let adapter = scale.map(|scale| self.adapter(param.base(), scale));
+        let site = managed.map(|param| GatherSite { engine: self.values.engine.clone(), param, usage: Use::Evaluate });
+        (param, site.map(|site| GatherOnUse { site, adapter }))
     }
 }
 
@@ -254,27 +299,51 @@ impl ModuleMapper for Emptier<'_> {
     }
 }
 
-struct Putter<'a> {
-    managed: &'a [Option<usize>],
-    values: &'a [Option<TensorData>],
+struct Restorer<'r, 'a> {
+    restored: &'r Restored<'a>,
     next: usize,
 }
 
-impl ModuleMapper for Putter<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let managed = self.managed[self.next];
+impl Restorer<'_, '_> {
+    fn value(&self, entry: usize) -> Option<TensorData> {
+        self.restored.managed[entry].and_then(|param| self.restored.values[param].clone())
+    }
+
+    fn factor(&self, index: usize, device: &Device) -> Option<Param<Tensor<2>>> {
+        let (entry, data) = (&self.restored.entries[index], self.value(index)?);
+        let dtype = data.dtype();
+        let param = Param::initialized(entry.id, Tensor::from_data(data, (device, dtype)));
+        Some(param.set_require_grad(entry.spec.trainable))
+    }
+}
+
+impl Reparameterizer for Restorer<'_, '_> {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let index = self.next;
         self.next += 1;
-        match managed.and_then(|index| self.values[index].clone()) {
+        let device = param.lazy_device();
+        let param = match self.value(index) {
             Some(data) => {
                 let dtype = data.dtype();
                 replaced(param, |device| Tensor::from_data(data, (device, dtype)))
             }
             None => param,
-        }
+        };
+        let Some(scale) = self.restored.scales[index] else { return (param, None) };
+        // The two entries after a base are its factors, which are not fields of this module any more.
+        self.next += 2;
+        let factors = (self.factor(index + 1, &device), self.factor(index + 2, &device));
+        (param, if let (Some(a), Some(b)) = factors { Some(LoraAdapter { a, b, scale }) } else { None })
     }
 }
 
-struct Refresher<'a>(Attacher<'a>);
+struct Refresher<'a>(Values<'a>);
 
 impl ModuleMapper for Refresher<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

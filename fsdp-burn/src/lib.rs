@@ -67,6 +67,7 @@ mod launch;
 #[cfg(feature = "learner")]
 mod learner;
 mod links;
+mod lora;
 mod model;
 pub mod nn;
 mod optim;

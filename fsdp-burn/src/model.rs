@@ -11,7 +11,7 @@ use fsdp_core::{
 };
 
 use crate::buffers::{self, Buffer};
-use crate::distribute::{Source, attach, distribute, let_go, managed, put, refresh};
+use crate::distribute::{Restored, Source, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::precision::Dtypes;
@@ -35,6 +35,8 @@ pub struct ShardedModel<M> {
     entries: Arc<[Entry]>,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
+    /// Of each adapter, by the entry of its base.
+    scales: Vec<Option<f64>>,
     /// Whose running statistics all ranks go on with after a step.
     buffers: Buffers,
     engine: Arc<Engine>,
@@ -122,9 +124,9 @@ impl<M: Module + Sharded> ShardedModel<M> {
         if rank.is_main() {
             tracing::info!("{}", engine.precision_summary());
         }
-        let module = attach(module, &managed, &engine);
+        let (module, scales) = attach(module, &entries, &managed, &engine);
         let buffers = training.buffers;
-        Ok(Self { module, managed, entries: entries.into(), planned, buffers, engine })
+        Ok(Self { module, managed, entries: entries.into(), planned, scales, buffers, engine })
     }
 }
 
@@ -190,10 +192,10 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The model as it was before it was sharded, with the weights of now, for evaluation: every parameter in whole, and
-    /// nothing attached to it. *Collective*; not between a forward and its backward.
+    /// nothing attached to it but its own adapters. *Collective*; not between a forward and its backward.
     ///
-    /// Cost: one gather of each unit, and one more of what is computed in another type than it is trained in. Memory: the
-    /// whole model, of which the ranks of one process share one copy.
+    /// Cost: one gather of each unit, and one more of what is adapted, or computed in another type than it is trained in.
+    /// Memory: the whole model, of which the ranks of one process share one copy.
     ///
     /// # Errors
     /// If a collective fails.
@@ -217,16 +219,20 @@ impl<M: Module> ShardedModel<M> {
         self.engine.abandon_forward()?;
         let mut whole = catching(|| self.module.valid().materialize())?;
         self.engine.abandon_forward()?;
-        // What is computed with may be a rounding of what is trained.
-        let rounded = |param: &usize| self.engine.compute_dtype(*param) != self.engine.dtype(*param);
-        let rounded: Vec<_> = (0..self.plan().params().len()).filter(rounded).collect();
-        if !rounded.is_empty() {
-            let mut values = vec![None; self.plan().params().len()];
-            for param in rounded {
+        // What is computed with is a rounding of what is trained, and what is adapted is merged.
+        let is_other = |param: usize| self.engine.compute_dtype(param) != self.engine.dtype(param);
+        let adapted = self.entries.iter().zip(self.managed.iter()).filter(|(entry, _)| entry.lora.is_some());
+        let adapted: Vec<usize> = adapted.filter_map(|(_, managed)| *managed).collect();
+        let mut values = vec![None; self.plan().params().len()];
+        for (param, value) in values.iter_mut().enumerate() {
+            if is_other(param) || adapted.contains(&param) {
                 let (full, dtype) = (self.engine.gather_one(param)?, self.engine.dtype(param));
-                values[param] = Some(host::tensor_data(full, self.plan().params()[param].layout.shape(), dtype));
+                *value = Some(host::tensor_data(full, self.plan().params()[param].layout.shape(), dtype));
             }
-            whole = put(whole, &self.managed, &values);
+        }
+        if values.iter().any(Option::is_some) {
+            let (entries, managed) = (&self.entries, &self.managed);
+            whole = restore(whole, &Restored { entries, managed, values: &values, scales: &self.scales });
         }
         Ok(whole)
     }

@@ -89,7 +89,7 @@ impl BatchNorm {
     }
 
     fn forward_train<const D: usize>(&self, x: Tensor<D>, gamma: Tensor<1>, beta: Tensor<1>) -> Tensor<D> {
-        let Some(GatherOnUse { site }) = self.gamma.reparameterization() else {
+        let Some(GatherOnUse { site, .. }) = self.gamma.reparameterization() else {
             let result = burn::tensor::module::batch_norm_train(x, gamma, beta, self.epsilon);
             self.note(result.mean, result.variance);
             return result.output;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{CrossEntropyLossConfig, MseLoss, Reduction};
 use burn::nn::pool::{AvgPool2d, AvgPool2dConfig};
@@ -19,7 +19,7 @@ use fsdp_burn::{Sharded, recompute};
 use super::run::BATCH;
 
 /// A model with data of its own, so that one test fits all models.
-pub(crate) trait Trial: Module + Sharded + 'static {
+pub(crate) trait Trial: Module + ModuleDisplay + Sharded + 'static {
     /// Builds the model, lazily initialised.
     fn build(device: &Device) -> Self;
     /// The mean loss over some samples of a batch.

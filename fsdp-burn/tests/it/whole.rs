@@ -63,6 +63,8 @@ impl ModuleMapper for Fill {
 }
 
 impl Trial for Adapted {
+    const DRAWS_AT_ONCE: bool = true;
+
     fn build(device: &Device) -> Self {
         Self { model: Mlp::build(device).apply_lora(Lora::new(2, 3.0)).map(&mut Fill(0)) }
     }

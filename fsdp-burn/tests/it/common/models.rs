@@ -20,6 +20,8 @@ use super::run::BATCH;
 
 /// A model with data of its own, so that one test fits all models.
 pub(crate) trait Trial: Module + ModuleDisplay + Sharded + 'static {
+    /// Whether building it draws random numbers at once, on every rank.
+    const DRAWS_AT_ONCE: bool = false;
     /// Builds the model, lazily initialised.
     fn build(device: &Device) -> Self;
     /// The mean loss over some samples of a batch.

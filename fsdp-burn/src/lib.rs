@@ -96,8 +96,9 @@ pub use sharded::Sharded;
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, Buffers, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
-    MemoryEstimate, Mesh, NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
-    PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
+    Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
+    GradientReduction, Link, LossScale, MemoryEstimate, Mesh, ModelShape, NonFinite, OpCount, OpKind, OptimizerKind,
+    Plan, PlanWarning, PrecisionConfig, PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, Transformer, Translated,
+    TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -36,6 +36,9 @@
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
+//! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
+//! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
+//! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
@@ -45,18 +48,24 @@ mod comm;
 mod config;
 mod cost;
 mod dtype;
+mod forecast;
+mod hardware;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
 mod plan;
 mod policy;
+mod profile;
 mod schedule;
+mod shape;
+mod simulate;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod trace;
+mod transformer;
 mod unit_state;
 
 pub use comm::{
@@ -64,19 +73,29 @@ pub use comm::{
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Buffers, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place,
-    PrecisionConfig, PrefetchConfig, TrainingConfig, config_keys,
+    Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, Place,
+    PrecisionConfig, PrefetchConfig, TrainingConfig, Translated, TranslatedItem, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
+pub use forecast::{Advice, Forecast, StageForecast};
+pub use hardware::{Device, NamedLink, Network, Placement};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
+pub use profile::{Profile, ProfileError, ProfileOptions};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTraits};
+pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
+pub use simulate::{
+    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,
+    Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
+    sensitivity, simulate, timeline,
+};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
+pub use transformer::Transformer;
 pub use unit_state::{UnitState, WrongOrder};

@@ -41,6 +41,8 @@ pub struct PlannedParam {
     pub layout: ShardLayout,
     /// Every rank holds and steps the whole parameter: stage 0, `#[shard(replicate)]`, or [`ParamSpec::shape_is_read`].
     pub replicated: bool,
+    /// The rules say that it is not cut, at any stage: `#[shard(replicate)]`.
+    pub uncut: bool,
     /// Further paths of the same parameter, which is tied. It is counted, sent and stepped once, under `path`.
     pub also: Vec<String>,
 }
@@ -331,7 +333,7 @@ impl Plan {
                 return Err(PlanError::Tied { parameter, first, as_parameter: told(&other_cut), as_first: told(&cut) });
             }
         }
-        let Some((layout, replicated)) = cut else {
+        let Some((layout, uncut)) = cut else {
             self.ignored.extend([path].into_iter().chain(also));
             return Ok(());
         };
@@ -342,9 +344,9 @@ impl Plan {
             None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
         };
         let stays_whole = param.shape_is_read && self.stage.shards_parameters();
-        let replicated = self.stage == Stage::Ddp || replicated || stays_whole;
+        let replicated = self.stage == Stage::Ddp || uncut || stays_whole;
         self.units[unit].params.push(self.params.len());
-        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, also };
+        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, uncut, also };
         let bytes = 4 * planned.layout.full_len() as u64;
         if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
             self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });

@@ -55,6 +55,17 @@ pub enum SpanKind {
 }
 
 impl SpanKind {
+    /// All kinds.
+    pub const ALL: [SpanKind; 7] = [
+        SpanKind::Forward,
+        SpanKind::Backward,
+        SpanKind::Step,
+        SpanKind::Gather,
+        SpanKind::Reduce,
+        SpanKind::Publish,
+        SpanKind::Wait,
+    ];
+
     /// Name of the kind.
     pub fn name(self) -> &'static str {
         match self {
@@ -133,6 +144,11 @@ impl Trace {
     /// An empty trace that leaves out the spans of other optimizer steps, so that a long run makes a small file.
     pub fn of_steps(steps: Range<u64>) -> Self {
         Self { origin: Instant::now(), steps, spans: Mutex::default() }
+    }
+
+    /// An empty trace of all steps whose times count from `origin`.
+    pub(crate) fn beginning_at(origin: Instant) -> Self {
+        Self { origin, ..Self::new() }
     }
 
     /// Adds a span, if its step is among those that are traced.

@@ -62,9 +62,14 @@ impl ConfigKey {
         }
     }
 
+    /// The value in `config` as TOML, or `None` where an optional key is not set.
+    pub fn value(&self, config: &Config) -> Option<String> {
+        print::value(&self.kind, config)
+    }
+
     /// The default as TOML, or `None` for an optional key.
     pub fn default_value(&self) -> Option<String> {
-        print::value(&self.kind, &Config::default())
+        self.value(&Config::default())
     }
 }
 

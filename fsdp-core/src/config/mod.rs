@@ -4,6 +4,7 @@
 //! be accepted without meaning anything.
 
 mod choice;
+mod deepspeed;
 mod error;
 mod keys;
 mod nearest;
@@ -15,6 +16,7 @@ use std::path::Path;
 use std::time::Duration;
 
 pub use choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+pub use deepspeed::{Fate, Translated, TranslatedItem};
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 

@@ -301,7 +301,7 @@ impl<M: Module> ShardedModel<M> {
 
     /// The unit table, with this rank's local sizes, and the element types of everything.
     pub fn summary(&self) -> String {
-        format!("{}\n{}", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
+        format!("{}\n{}\n", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
     }
 
     /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.

@@ -221,7 +221,7 @@ fn beside_training(rank: &Rank, args: &Args, root: &Path) -> Result<Vec<Backgrou
     let mut model = rank.shard(args.shape.init(&device))?;
     let mut optim = rank.optimizer(FusedAdamW::new(&AdamWConfig::new().with_weight_decay(0.1))?)?;
     if rank.is_main() {
-        let mib = model.num_params() * 12 >> 20;
+        let mib = (model.num_params() * 12) >> 20;
         println!("Beside training: {} parameters, {mib} MiB with two moments", model.num_params());
     }
     let options = SaveOptions { keep_last: std::num::NonZeroUsize::new(1) };

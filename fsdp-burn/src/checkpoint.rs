@@ -7,9 +7,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::OptimizerRecord;
+use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -20,7 +22,9 @@ use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
+use crate::engine::Engine;
 use crate::model::reduce_number;
+use crate::survey::{Entry, replaced};
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
 /// What optimizer state is called in a checkpoint, in front of its parameter.
@@ -50,7 +54,8 @@ impl<M: Module> ShardedModel<M> {
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: two copies of this rank's optimizer state. Time: that of the disk.
+    /// Memory: two copies of this rank's optimizer state, and one while it is written. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
+    /// on.
     ///
     /// # Errors
     /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
@@ -62,6 +67,17 @@ impl<M: Module> ShardedModel<M> {
         sections: BTreeMap<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
+        let noted = self.note(optimizer, sections)?;
+        let snapshot = self.agree("save optimizer state", noted.into_snapshot())?;
+        Ok(save(self.engine().links().control.as_ref(), root, snapshot, options)?)
+    }
+
+    /// Notes what [`ShardedModel::save`] saves. *Collective.* No later step changes it: blocks of parameters are replaced by a
+    /// step, and optimizer state is copied.
+    ///
+    /// # Errors
+    /// As [`ShardedModel::save`], the disk aside.
+    pub(crate) fn note(&self, optimizer: &ShardedOptimizer, sections: BTreeMap<String, Value>) -> Result<Noted, Error> {
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {
@@ -82,8 +98,7 @@ impl<M: Module> ShardedModel<M> {
             });
         }
         let control = engine.links().control.clone();
-        let (mut state, mut scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
-        tensors.append(&mut state);
+        let mut scalars = BTreeMap::new();
         if let Some(scaler) = engine.scaler() {
             scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
             scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
@@ -111,19 +126,31 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        Ok(save(control.as_ref(), root, snapshot, options)?)
+        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
-    /// The outcome, if all ranks succeeded; else every rank gets an error.
-    fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
+    /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
+    pub(crate) fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
         let tag = OpTag::new(self.engine().progress().0, Phase::Checkpoint, doing);
         let failed = f64::from(u8::from(outcome.is_err()));
-        let num_failed = reduce_number(self.engine().links().control.as_ref(), &tag, failed, Reduce::SUM)?;
-        match outcome {
-            Ok(_) if num_failed > 0.0 => {
-                Err(Error::program(format!("{doing}: {num_failed} other ranks failed; their errors say why")))
+        let control = self.engine().links().control.as_ref();
+        if reduce_number(control, &tag, failed, Reduce::SUM)? == 0.0 {
+            return outcome;
+        }
+        let message = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let mut failure = None;
+        for rank in 0..control.world_size() {
+            let mine = (rank == control.rank()).then(|| Bytes::from(message.clone().into_bytes()));
+            let message = control.broadcast(&tag, rank, mine)?;
+            if !message.is_empty() {
+                failure.get_or_insert_with(|| (rank, String::from_utf8_lossy(&message).into_owned()));
             }
-            outcome => outcome,
+        }
+        match (outcome, failure) {
+            (Ok(_), Some((rank, message))) => {
+                Err(Error::RankFailed { rank, source: Box::new(Error::program(format!("{doing}: {message}"))) })
+            }
+            (outcome, _) => outcome,
         }
     }
 
@@ -178,6 +205,19 @@ impl<M: Module> ShardedModel<M> {
         })
     }
 
+    /// Takes over what the engine stores, and by entry these values, of what the model itself holds.
+    pub(crate) fn restore(&mut self, mut values: Vec<Option<(Bytes, Dtype)>>) {
+        let of_entries = (0..self.entries().len()).filter(|&entry| !self.entries()[entry].is_param).collect::<Vec<_>>();
+        let buffers = of_entries.into_iter().zip(self.buffers()).map(|(entry, own)| match values[entry].take() {
+            Some((bytes, dtype)) => Buffer { bytes, dtype },
+            None => own,
+        });
+        let buffers = buffers.collect();
+        let module = self.module().clone().map(&mut Restorer { entries: self.entries(), next: 0, values });
+        self.replace_module(module);
+        self.set_buffers(buffers);
+    }
+
     fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {
         let engine = self.engine();
         let mut stored = Vec::new();
@@ -227,54 +267,6 @@ impl<M: Module> ShardedModel<M> {
         });
         let expected: Vec<_> = params.chain(buffers).collect();
         checkpoint.compare(&expected, &[TensorKind::Model]).strict()
-    }
-
-    /// Tensors and scalars of the optimizer's state, by the paths of their parameters.
-    fn optimizer_state(
-        &self,
-        optimizer: &ShardedOptimizer,
-    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
-        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let entries = self.planned_entries();
-        let named = |name: &str| {
-            let (id, field) = name.split_once('.')?;
-            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
-            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
-            let spec = &self.plan().params()[param];
-            let is_empty_here = spec.layout.full_len() > 0 && self.engine().block_shape(param).contains(&0);
-            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
-        };
-        let mut scalars = BTreeMap::new();
-        for (name, scalar) in reader.scalars() {
-            if let Some((_, name)) = named(name) {
-                scalars.insert(name, scalar_to_json(*scalar));
-            }
-        }
-        let mut tensors = Vec::new();
-        for tensor in reader.into_tensors().map_err(record_error)? {
-            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            let Some((param, name)) = named(&id_and_field) else { continue };
-            let spec = &self.plan().params()[param];
-            let (dtype, block_shape) = (host::dtype_of(dtype), self.engine().block_shape(param));
-            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
-                return Err(Error::Parameter {
-                    parameter: spec.path.clone(),
-                    problem: format!(
-                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
-                    ),
-                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
-                });
-            };
-            tensors.push(TensorBlock {
-                name,
-                aliases: Vec::new(),
-                kind: TensorKind::Optimizer,
-                dtype: dtype.into(),
-                layout: stepped_layout(spec),
-                data: BlockData::Ready(Bytes::copy_from_slice(&bytes)),
-            });
-        }
-        Ok((tensors, scalars))
     }
 
     /// The optimizer's state for the blocks of this rank, by the ids of their parameters.
@@ -333,6 +325,68 @@ impl<M: Module> ShardedModel<M> {
 const LOSS_SCALE: &str = "loss_scale";
 const GOOD_STEPS: &str = "loss_scale.good_steps";
 
+/// What is to be saved, as one rank has noted it: all but the optimizer's state in the form of a checkpoint.
+pub(crate) struct Noted {
+    snapshot: Snapshot<'static>,
+    record: OptimizerRecord,
+    engine: Arc<Engine>,
+    entries: Arc<[Entry]>,
+}
+
+impl Noted {
+    /// Optimizer steps done.
+    pub(crate) fn step(&self) -> u64 {
+        self.snapshot.step
+    }
+
+    /// Adds the optimizer's state, by the paths of its parameters. Copies it once more, and drops the first copy.
+    ///
+    /// # Errors
+    /// If the state does not have the shape of its parameters.
+    pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
+        let Self { mut snapshot, record, engine, entries } = self;
+        let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+        let plan = engine.plan();
+        let named = |name: &str| {
+            let (id, field) = name.split_once('.')?;
+            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
+            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
+            let spec = &plan.params()[param];
+            let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
+            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
+        };
+        for (name, scalar) in reader.scalars() {
+            if let Some((_, name)) = named(name) {
+                snapshot.scalars.insert(name, scalar_to_json(*scalar));
+            }
+        }
+        for tensor in reader.into_tensors().map_err(record_error)? {
+            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+            let Some((param, name)) = named(&id_and_field) else { continue };
+            let spec = &plan.params()[param];
+            let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
+            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
+                return Err(Error::Parameter {
+                    parameter: spec.path.clone(),
+                    problem: format!(
+                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
+                    ),
+                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
+                });
+            };
+            snapshot.tensors.push(TensorBlock {
+                name,
+                aliases: Vec::new(),
+                kind: TensorKind::Optimizer,
+                dtype: dtype.into(),
+                layout: stepped_layout(spec),
+                data: BlockData::Ready(host::shared(bytes)),
+            });
+        }
+        Ok(snapshot)
+    }
+}
+
 /// All that a rank needs of a checkpoint.
 struct Read {
     /// By parameter.
@@ -383,4 +437,23 @@ fn scalar_from_json(value: &Value) -> Option<Scalar> {
 
 fn record_error(error: impl std::fmt::Display) -> Error {
     Error::program(format!("the optimizer's state cannot be converted: {error}"))
+}
+
+/// Puts values into parameters that are not managed.
+struct Restorer<'a> {
+    entries: &'a [Entry],
+    next: usize,
+    /// By entry.
+    values: Vec<Option<(Bytes, Dtype)>>,
+}
+
+impl ModuleMapper for Restorer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (entry, value) = (&self.entries[self.next], self.values[self.next].take());
+        self.next += 1;
+        match value {
+            Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
+            None => param,
+        }
+    }
 }

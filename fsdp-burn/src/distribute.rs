@@ -9,7 +9,7 @@ use std::sync::Arc;
 use burn::module::{LoraAdapter, Module, ModuleMapper, Param, Reparameterizer};
 use burn::tensor::{Device, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan};
+use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, ShardLayout};
 
 use crate::Error;
 use crate::engine::Engine;
@@ -54,6 +54,29 @@ pub(crate) fn distribute<M: Module>(
         Some(error) => Err(error),
         None => Ok((model, sender.done)),
     }
+}
+
+/// This rank's block of what rank 0 has whole: each block goes to its owner in each replica, and a tensor that is one block
+/// to all ranks, in one buffer. *Collective.*
+///
+/// # Errors
+/// If a collective fails.
+pub(crate) fn deal_out(
+    control: &dyn Communicator,
+    tag: &OpTag,
+    full: Option<Bytes>,
+    layout: &ShardLayout,
+    shard_index: usize,
+    elem_bytes: usize,
+) -> Result<Bytes, Error> {
+    if layout.num_shards() == 1 {
+        return Ok(control.broadcast(tag, 0, full)?);
+    }
+    if layout.num_shards() == control.world_size() {
+        return Ok(control.scatter(tag, 0, full, layout, elem_bytes)?);
+    }
+    let full = control.broadcast(tag, 0, full)?;
+    Ok(Bytes::from(host::cut(&full, layout, shard_index, elem_bytes).to_vec()))
 }
 
 /// Puts what the engine stores into the model, and the gather before each use.
@@ -153,34 +176,15 @@ impl Sender<'_> {
         let result = self.agree_on_dtype(entry, value.as_ref()).and_then(|dtype| {
             let tag = self.tag(entry);
             let full = value.map(host::into_bytes);
-            let stored = if self.source.plan.is_resident(spec) {
-                self.control.broadcast(&tag, 0, full)?
-            } else {
-                self.scatter(&tag, full, spec, dtype)?
-            };
-            Ok((stored, dtype))
+            let whole = ShardLayout::new(spec.layout.shape(), 0, 1);
+            let layout = if self.source.plan.is_resident(spec) { &whole } else { &spec.layout };
+            Ok((deal_out(self.control, &tag, full, layout, self.source.shard_index, dtype.size_bytes())?, dtype))
         });
         let result = result.map(|(stored, dtype)| {
             self.done.stored.push(stored);
             self.done.dtypes.push(dtype);
         });
         (param, result)
-    }
-
-    /// One scatter over all ranks: with several replicas, each block goes to its owner in each of them.
-    fn scatter(
-        &self,
-        tag: &OpTag,
-        full: Option<Bytes>,
-        spec: &fsdp_core::PlannedParam,
-        dtype: Dtype,
-    ) -> Result<Bytes, Error> {
-        if spec.layout.num_shards() == self.control.world_size() {
-            return Ok(self.control.scatter(tag, 0, full, &spec.layout, dtype.size_bytes())?);
-        }
-        let full = self.control.broadcast(tag, 0, full)?;
-        let block = host::cut(&full, &spec.layout, self.source.shard_index, dtype.size_bytes());
-        Ok(Bytes::from(block.to_vec()))
     }
 
     /// Running statistics start equal on all ranks.

@@ -16,7 +16,12 @@ pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
 
 /// The elements of `data`.
 pub(crate) fn elements(data: TensorData) -> Bytes {
-    Bytes::from_owner(Storage(Arc::new(data.into_parts().0)))
+    shared(data.into_parts().0)
+}
+
+/// The elements of a tensor of Burn's, or of what it reads.
+pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
+    Bytes::from_owner(Storage(Arc::new(bytes)))
 }
 
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.
@@ -56,13 +61,18 @@ pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
 }
 
 pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> TensorData {
+    data_of(bytes, shape, burn_dtype(dtype))
+}
+
+/// As [`tensor_data`], of any element type.
+pub(crate) fn data_of(bytes: Bytes, shape: &[usize], dtype: DType) -> TensorData {
     let shape = Shape::from(shape.to_vec());
     if bytes.is_empty() {
         // An empty slice has no alignment, and typed access asks for one.
-        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
+        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(dtype);
     }
     let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
-    TensorData::from_bytes(shared, shape, burn_dtype(dtype))
+    TensorData::from_bytes(shared, shape, dtype)
 }
 
 /// The elements in another type, rounded to the nearest. The same bytes where the type stays.

@@ -60,6 +60,7 @@ mod distribute;
 mod elementwise;
 mod engine;
 mod error;
+mod freeze;
 mod fused_adamw;
 mod gather_op;
 mod host;
@@ -75,10 +76,12 @@ mod precision;
 mod random;
 mod rank;
 mod recompute;
+mod saver;
 mod shard_module;
 mod sharded;
 mod sum_op;
 mod survey;
+mod weights;
 
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
@@ -92,7 +95,9 @@ pub use optim::{ShardedOptimizer, StepOutcome};
 pub use random::RandomState;
 pub use rank::Rank;
 pub use recompute::recompute;
+pub use saver::Saver;
 pub use sharded::Sharded;
+pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{

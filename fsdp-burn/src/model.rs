@@ -33,6 +33,8 @@ pub struct ShardedModel<M> {
     managed: Arc<[Option<usize>]>,
     /// All that Burn visits, in its order.
     entries: Arc<[Entry]>,
+    /// With what is trained at the moment.
+    plan: Plan,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
     /// Of each adapter, by the entry of its base.
@@ -117,7 +119,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
         let trace = rank.trace().cloned();
-        let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, trace));
+        let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, trace));
         for (param, bytes) in distributed.stored.into_iter().enumerate() {
             engine.set_value(param, bytes);
         }
@@ -126,7 +128,11 @@ impl<M: Module + Sharded> ShardedModel<M> {
         }
         let (module, scales) = attach(module, &entries, &managed, &engine);
         let buffers = training.buffers;
+<<<<<<< HEAD
+        Ok(Self { module, managed, entries: entries.into(), plan, planned, buffers, engine })
+=======
         Ok(Self { module, managed, entries: entries.into(), planned, scales, buffers, engine })
+>>>>>>> learner
     }
 }
 
@@ -239,7 +245,7 @@ impl<M: Module> ShardedModel<M> {
 
     /// Which parameters form which unit, and how they are cut.
     pub fn plan(&self) -> &Plan {
-        self.engine.plan()
+        &self.plan
     }
 
     /// An input in the element type that parameters are computed in (`precision.parameters`), as FSDP2 casts the inputs of
@@ -399,8 +405,24 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
+    /// Index among the plan's parameters of an entry that is managed.
+    pub(crate) fn managed(&self, entry: usize) -> Option<usize> {
+        self.managed[entry]
+    }
+
     pub(crate) fn module(&self) -> &M {
         &self.module
+    }
+
+    /// Takes another choice of what is trained, and the module that `change` makes of it.
+    pub(crate) fn replace_trained(&mut self, plan: Plan, change: impl FnOnce(M, &mut [Entry], &[Option<usize>]) -> M) {
+        let mut entries = self.entries.to_vec();
+        self.module = change(self.module.clone(), &mut entries, &self.managed);
+        let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
+        let planned = entries.iter().zip(self.managed.iter()).filter(is_planned);
+        self.planned = planned.map(|(entry, _)| entry.clone()).collect();
+        self.entries = entries.into();
+        self.plan = plan;
     }
 
     /// Takes a module of other buffers, and gives it the parameters that the engine stores.

@@ -47,8 +47,9 @@ pub struct ShardedOptimizer {
     norm: Norm,
     clip_value: Option<f64>,
     non_finite: NonFinite,
-    /// The models that the optimizer was tried out for, by the address of their engine.
-    checked: Vec<usize>,
+    /// The models that the optimizer was tried out for, by the address of their engine, and the generation of what they
+    /// train.
+    checked: Vec<(usize, usize)>,
 }
 
 impl ShardedOptimizer {
@@ -119,6 +120,11 @@ impl ShardedOptimizer {
         self.inner.into_bytes()
     }
 
+    /// A copy of that state.
+    pub(crate) fn record(&self) -> OptimizerRecord {
+        self.inner.to_record()
+    }
+
     /// Goes on from this state.
     pub(crate) fn load_record(&mut self, record: OptimizerRecord) {
         self.inner = self.inner.clone().load_record(record);
@@ -126,17 +132,17 @@ impl ShardedOptimizer {
 
     /// Whether it has stepped no other model.
     pub(crate) fn is_for(&self, engine: &Arc<Engine>) -> bool {
-        self.checked.iter().all(|&address| address == Arc::as_ptr(engine).addr())
+        self.checked.iter().all(|&(address, _)| address == Arc::as_ptr(engine).addr())
     }
 
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
         let (step, _) = engine.progress();
         let entries = model.planned_entries();
-        let address = Arc::as_ptr(&engine).addr();
-        if !self.checked.contains(&address) {
-            elementwise::check(&self.inner, self.name, engine.plan(), &entries)?;
-            self.checked.push(address);
+        let model_state = (Arc::as_ptr(&engine).addr(), engine.generation());
+        if !self.checked.contains(&model_state) {
+            elementwise::check(&self.inner, self.name, model.plan(), &entries)?;
+            self.checked.push(model_state);
         }
         engine.reduce_rest()?;
         let mut factor = engine.gradient_factor();

@@ -14,6 +14,7 @@ mod sum;
 
 use std::any::Any;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
@@ -56,6 +57,10 @@ pub(crate) struct Engine {
     shard_index: usize,
     dtypes: Dtypes,
     held: Vec<bool>,
+    /// By parameter: whether it gets gradients at the moment.
+    trained: Vec<AtomicBool>,
+    /// How often that has changed.
+    generation: AtomicUsize,
     links: Links,
     settings: Settings,
     trace: Option<Arc<Trace>>,
@@ -176,12 +181,34 @@ impl Engine {
             stats: EngineStats::default(),
         };
         let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
+        let trained = plan.params().iter().map(|param| AtomicBool::new(param.trainable)).collect();
         let (state, ladder) = (Mutex::new(state), Mutex::new(None));
-        Self { plan, shard_index, dtypes, held, links, settings, trace, state, ladder }
+        let generation = AtomicUsize::new(0);
+        Self { plan, shard_index, dtypes, held, trained, generation, links, settings, trace, state, ladder }
     }
 
+    /// Units, and how parameters are cut. Which of them are trained may have changed since.
     pub(crate) fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Changes whenever other parameters are trained.
+    pub(crate) fn generation(&self) -> usize {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Trains the parameters that `plan` says, from the next forward on. It is a plan of the same units and cuts.
+    pub(crate) fn train(&self, plan: &Plan) -> Result<(), Error> {
+        self.finish_reduces()?;
+        self.abandon_forward()?;
+        for (trained, param) in self.trained.iter().zip(plan.params()) {
+            trained.store(param.trainable, Ordering::Relaxed);
+        }
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        // Reductions are in another order from now on, which all ranks agree on in the next backward.
+        let units = plan.unit_traits(&self.dtypes.compute);
+        self.lock().schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
+        Ok(())
     }
 
     pub(crate) fn shard_index(&self) -> usize {
@@ -555,7 +582,7 @@ impl Engine {
     }
 
     fn trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {
-        self.params_of(unit).filter(|(_, spec)| spec.trainable)
+        self.params_of(unit).filter(|(param, _)| self.trained[*param].load(Ordering::Relaxed))
     }
 
     fn split_trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {

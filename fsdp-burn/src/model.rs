@@ -128,11 +128,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         }
         let (module, scales) = attach(module, &entries, &managed, &engine);
         let buffers = training.buffers;
-<<<<<<< HEAD
-        Ok(Self { module, managed, entries: entries.into(), plan, planned, buffers, engine })
-=======
-        Ok(Self { module, managed, entries: entries.into(), planned, scales, buffers, engine })
->>>>>>> learner
+        Ok(Self { module, managed, entries: entries.into(), plan, planned, scales, buffers, engine })
     }
 }
 

@@ -9,9 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::Module;
 use burn::optim::OptimizerRecord;
-use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -210,7 +209,6 @@ impl<M: Module> ShardedModel<M> {
         drop(self.valid());
         let module = buffers::put(self.module().clone(), self.entries(), values);
         self.replace_module(module);
-        self.set_buffers(buffers);
     }
 
     fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {

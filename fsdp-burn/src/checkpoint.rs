@@ -9,9 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::Module;
 use burn::optim::OptimizerRecord;
-use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -24,7 +23,7 @@ use serde_json::{Value, json};
 use crate::buffers::{self, Buffer};
 use crate::engine::Engine;
 use crate::model::reduce_number;
-use crate::survey::{Entry, replaced};
+use crate::survey::Entry;
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
 /// What optimizer state is called in a checkpoint, in front of its parameter.
@@ -184,8 +183,7 @@ impl<M: Module> ShardedModel<M> {
         for (param, bytes) in read.stored.into_iter().enumerate() {
             engine.set_value(param, bytes);
         }
-        let module = buffers::write(self.module().clone(), self.entries(), read.buffers);
-        self.replace_module(module);
+        self.restore(read.buffers);
         optimizer.load_record(read.record);
         self.agree("restore optimizer state", self.check_state(optimizer, &read.state_names))?;
         let manifest = checkpoint.manifest();
@@ -206,16 +204,11 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Takes over what the engine stores, and by entry these values, of what the model itself holds.
-    pub(crate) fn restore(&mut self, mut values: Vec<Option<(Bytes, Dtype)>>) {
-        let of_entries = (0..self.entries().len()).filter(|&entry| !self.entries()[entry].is_param).collect::<Vec<_>>();
-        let buffers = of_entries.into_iter().zip(self.buffers()).map(|(entry, own)| match values[entry].take() {
-            Some((bytes, dtype)) => Buffer { bytes, dtype },
-            None => own,
-        });
-        let buffers = buffers.collect();
-        let module = self.module().clone().map(&mut Restorer { entries: self.entries(), next: 0, values });
+    pub(crate) fn restore(&mut self, values: Vec<Option<Buffer>>) {
+        // What threads have collected of running statistics would be added later, and win.
+        drop(self.valid());
+        let module = buffers::put(self.module().clone(), self.entries(), values);
         self.replace_module(module);
-        self.set_buffers(buffers);
     }
 
     fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {
@@ -230,11 +223,15 @@ impl<M: Module> ShardedModel<M> {
             stored.push(checkpoint.read(&spec.path, &layout, index)?.into());
         }
         let mut buffers = Vec::new();
-        for entry in buffers::entries(self.entries()) {
+        for entry in self.entries() {
+            if entry.is_param {
+                buffers.push(None);
+                continue;
+            }
             let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
             let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
             let dtype = if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 };
-            buffers.push(Buffer { bytes: bytes.into(), dtype });
+            buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
         let (record, state_names) = self.optimizer_record(checkpoint)?;
         Ok(Read { stored, buffers, record, state_names })
@@ -391,7 +388,8 @@ impl Noted {
 struct Read {
     /// By parameter.
     stored: Vec<Bytes>,
-    buffers: Vec<Buffer>,
+    /// By entry, of running statistics.
+    buffers: Vec<Option<Buffer>>,
     record: OptimizerRecord,
     state_names: BTreeSet<String>,
 }
@@ -437,23 +435,4 @@ fn scalar_from_json(value: &Value) -> Option<Scalar> {
 
 fn record_error(error: impl std::fmt::Display) -> Error {
     Error::program(format!("the optimizer's state cannot be converted: {error}"))
-}
-
-/// Puts values into parameters that are not managed.
-struct Restorer<'a> {
-    entries: &'a [Entry],
-    next: usize,
-    /// By entry.
-    values: Vec<Option<(Bytes, Dtype)>>,
-}
-
-impl ModuleMapper for Restorer<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (entry, value) = (&self.entries[self.next], self.values[self.next].take());
-        self.next += 1;
-        match value {
-            Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
-            None => param,
-        }
-    }
 }

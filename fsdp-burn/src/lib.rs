@@ -35,6 +35,8 @@
 //! |---|---|
 //! | mark the units of a model | [the derive](derive@Sharded), or implement [`trait@Sharded`] with a [`WrapPolicy`] |
 //! | look up rows without holding the table | [`nn::Embedding`] |
+//! | normalise over the batches of all ranks | [`nn::BatchNorm`] |
+//! | train with Burn's own loop | [`FsdpStrategy`] |
 //! | choose a stage | [`Stage`], [`ShardedModel::memory_estimate`] |
 //! | read or write the settings | [`Config`] |
 //! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`], [`launch_with`] a [`Trace`] |
@@ -77,6 +79,7 @@ mod recompute;
 mod saver;
 mod shard_module;
 mod sharded;
+mod sum_op;
 mod survey;
 mod weights;
 

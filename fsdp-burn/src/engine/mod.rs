@@ -10,6 +10,7 @@ mod backward;
 mod execute;
 mod missing;
 mod observe;
+mod sum;
 
 use std::any::Any;
 use std::fmt;

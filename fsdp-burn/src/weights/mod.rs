@@ -13,6 +13,7 @@ use bytes::Bytes;
 use fsdp_core::checkpoint::{Comparison, ExpectedTensor, StoredDtype, WrongTensor};
 use fsdp_core::{Dtype, OpTag, Phase, ShardLayout};
 
+use crate::buffers::Buffer;
 use crate::distribute::deal_out;
 use crate::{Error, ShardedModel, host};
 use names::{Place, places};
@@ -148,10 +149,12 @@ impl<M: Module> ShardedModel<M> {
         let (takes, loaded) = self.agree("compare weights", self.takes(&source, &places, options))?;
 
         let mut stored = Vec::new();
-        let mut values: Vec<Option<(Bytes, Dtype)>> = self.entries().iter().map(|_| None).collect();
+        let mut values: Vec<Option<Buffer>> = self.entries().iter().map(|_| None).collect();
         for take in &takes {
             match self.managed(take.entry) {
-                Some(param) => stored.push((param, self.values(&source, take, Some(param), &places[take.entry])?.0)),
+                Some(param) => {
+                    stored.push((param, self.values(&source, take, Some(param), &places[take.entry])?.bytes))
+                }
                 None => {
                     let value = self.values(&source, take, None, &places[take.entry])?;
                     let is_of_it =
@@ -232,13 +235,7 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// What this rank is to store of a parameter, or the whole of a tensor that is none. *Collective.*
-    fn values(
-        &self,
-        source: &Source,
-        take: &Take,
-        param: Option<usize>,
-        place: &Place,
-    ) -> Result<(Bytes, Dtype), Error> {
+    fn values(&self, source: &Source, take: &Take, param: Option<usize>, place: &Place) -> Result<Buffer, Error> {
         let engine = self.engine();
         let entry = &self.entries()[take.entry];
         let dtype = param.map_or(place.dtype, |param| engine.dtype(param));
@@ -254,10 +251,11 @@ impl<M: Module> ShardedModel<M> {
         };
         let read = self.agree("read weights", read)?;
         if let (true, Some(block)) = (reads_alone, &read) {
-            return Ok((block.clone(), dtype));
+            return Ok(Buffer { bytes: block.clone(), dtype });
         }
         let tag = OpTag::new(engine.progress().0, Phase::Checkpoint, entry.path());
-        Ok((deal_out(&**control, &tag, read, layout, shard_index, dtype.size_bytes())?, dtype))
+        let bytes = deal_out(&**control, &tag, read, layout, shard_index, dtype.size_bytes())?;
+        Ok(Buffer { bytes, dtype })
     }
 
     /// Reads a block, and of tied weights all copies of it, which must be equal.

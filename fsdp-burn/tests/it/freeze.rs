@@ -106,9 +106,8 @@ fn what_is_frozen_sends_no_gradient_and_the_plan_says_so() {
         Ok(reduced)
     });
     let reduced = reduced.unwrap();
-    for phase in 0..2 {
-        let (sent, trained): (usize, usize) = (reduced[0][phase].0 + reduced[1][phase].0, reduced[0][phase].1);
-        assert_eq!(sent, 4 * trained);
+    for (rank_0, rank_1) in reduced[0].iter().zip(&reduced[1]) {
+        assert_eq!(rank_0.0 + rank_1.0, 4 * rank_0.1);
     }
     assert!(reduced[0][1].1 < reduced[0][0].1);
 }

@@ -28,4 +28,5 @@ mod tied;
 mod trace;
 mod traffic;
 mod weights;
+mod whole;
 mod worlds;

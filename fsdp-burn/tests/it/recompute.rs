@@ -10,7 +10,9 @@ use fsdp_burn::nn::Dropout;
 use fsdp_burn::{Config, OpKind, PrefetchConfig, RandomState, Sharded, Stage, TrainingConfig, launch, recompute};
 
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
-use crate::common::run::{Optimizer, SEED, Tolerance, assert_parity, config, scalar, seeded, sharded, start, weights};
+use crate::common::run::{
+    Optimizer, SEED, Tolerance, assert_parity, config, plain_weights, scalar, seeded, sharded, start, weights,
+};
 use crate::parity::assert_all_stages;
 
 #[test]
@@ -179,8 +181,12 @@ fn the_gradient_of_an_ignored_parameter_in_a_part_is_not_lost() {
     let found = launch(&config(Stage::Parameters, 2), |rank| {
         let device = rank.device();
         let linear = || LinearConfig::new(6, 6).init(&device);
+        let turn = seeded(&device, SEED);
         let part = Part { adapter: linear(), frozen: linear().no_grad() };
-        let model = rank.shard(Adapted { part, head: linear() })?;
+        let model = Adapted { part, head: linear() };
+        plain_weights(&model);
+        drop(turn);
+        let model = rank.shard(model)?;
         let x = rows(0, 0..4, 6, &device);
         let x = recompute(&model.part, x, |part, x| part.frozen.forward(part.adapter.forward(x)));
         let mut gradients = model.backward(model.head.forward(x).mean())?;
@@ -200,6 +206,7 @@ fn an_evaluation_and_a_plain_model_run_the_part_as_it_is() {
     let losses = losses.unwrap();
     assert!(losses.iter().all(|rank| rank[0] == rank[1]), "{losses:?}");
     let device = Device::flex().autodiff();
+    let _turn = seeded(&device, SEED);
     let plain = Reused::build(&device);
     let gradients = plain.loss(0, 0..4, &device).backward();
     assert!(plain.own.weight.grad(&gradients).is_some() && plain.shared.weight.grad(&gradients).is_some());

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_burn::{Dtype, Sharded, Stage, launch};
 
 use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial, noise};
-use crate::common::run::{Optimizer, config, plain_weights, scalar, share, start, weights};
+use crate::common::run::{Optimizer, SEED, config, plain_weights, scalar, seeded, share, start, weights};
 
 /// Trains two steps and compares the whole model with what is sharded, on every rank.
 fn check<M: Trial>(stage: Stage, parameters: Dtype) {
@@ -27,7 +27,9 @@ fn check<M: Trial>(stage: Stage, parameters: Dtype) {
             losses = vec![scalar(&model.valid().loss(5, 0..6, &device)), scalar(&whole.loss(5, 0..6, &device))];
         }
         // Nothing of the run is attached to it: a record of it is one of the plain model.
+        let turn = seeded(&rank.device(), SEED);
         let loaded = M::build(&rank.device()).load_record(whole.clone().into_record());
+        drop(turn);
         Ok((weights(&model)?, plain_weights(&whole), plain_weights(&loaded), losses))
     });
     for (rank, (sharded, whole, loaded, losses)) in ranks.unwrap().into_iter().enumerate() {

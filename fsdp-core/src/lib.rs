@@ -37,6 +37,7 @@
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
@@ -55,6 +56,7 @@ mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod tier;
 mod trace;
 
 pub use comm::{
@@ -75,4 +77,5 @@ pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
+pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};
 pub use trace::{Span, SpanKind, Trace, TraceStream};

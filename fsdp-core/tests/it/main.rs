@@ -12,4 +12,6 @@ mod failure;
 mod schedule;
 mod stream;
 mod streamed;
+mod tier;
+mod tier_kill;
 mod traffic;

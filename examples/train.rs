@@ -148,6 +148,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     }
     let training_s = started.elapsed().as_secs_f64();
     progress.finish();
+    model.synchronize()?;
     rank.barrier()?;
     let peak_bytes = ALLOCATOR.peak_usage() as u64;
     let stats = model.stats();

@@ -31,6 +31,7 @@ fn events(schedule: &mut Schedule) -> Vec<(String, Vec<Action>)> {
     }
     if schedule.needs_reduce_order() {
         schedule.set_reduce_order(schedule.expected_reduce_order());
+        schedule.set_first_uses(schedule.first_uses().to_vec());
     }
     schedule.begin_backward(true);
     for (unit, name) in UNITS.iter().enumerate().rev() {

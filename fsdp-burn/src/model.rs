@@ -240,6 +240,17 @@ impl<M: Module> ShardedModel<M> {
         model.exact(&layouts, self.engine.shard_index())
     }
 
+    /// Waits until everything that this rank has started for the model has arrived: gradients, and the units that a step
+    /// has begun to gather for the forward after it. Training needs no such call; measurements do, before they read
+    /// [`Rank::traffic`](crate::Rank::traffic), [`ShardedModel::stats`] or a clock.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.engine.finish_gathers()?;
+        self.engine.finish_reduces()
+    }
+
     /// What communication has cost since the start, or since [`ShardedModel::reset_stats`].
     pub fn stats(&self) -> EngineStats {
         self.engine.stats()

@@ -12,7 +12,7 @@ pub type UnitIndex = usize;
 /// One thing for the engine to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Start the all-gather of the unit's parameters.
+    /// Start the all-gather of the unit's parameters; after a step, of the updated ones.
     Gather(UnitIndex),
     /// Wait until the unit is gathered.
     WaitGather(UnitIndex),
@@ -199,7 +199,10 @@ pub struct Schedule {
     reduce_in_flight: Option<UnitIndex>,
     /// Reductions started since the last step and not waited for.
     reduces_pending: Vec<UnitIndex>,
+    /// The units of the forward that is going on, by first use.
     first_uses: Vec<UnitIndex>,
+    /// What the next forward is expected to start with, the same on every rank. Empty until the first backward.
+    expected_uses: Vec<UnitIndex>,
 }
 
 impl Schedule {
@@ -226,6 +229,7 @@ impl Schedule {
             reduce_in_flight: None,
             reduces_pending: Vec::new(),
             first_uses: Vec::new(),
+            expected_uses: Vec::new(),
         }
     }
 
@@ -299,6 +303,17 @@ impl Schedule {
         self.reduce_order = order;
     }
 
+    /// The units that this rank's forward has used, in the order of their first uses.
+    pub fn first_uses(&self) -> &[UnitIndex] {
+        &self.first_uses
+    }
+
+    /// Says which units the forward after a step uses first, so that [`Schedule::step`] gathers them ahead. All ranks must
+    /// be given the same. A forward that begins with others costs time, and nothing else.
+    pub fn set_first_uses(&mut self, order: Vec<UnitIndex>) {
+        self.expected_uses = order;
+    }
+
     /// Backward begins. With `reduce`, gradients are reduced in it: as they appear, at stage 1 when it ends. Without,
     /// they stay where they are, for [`Schedule::reduce_rest`] after a later backward.
     pub fn begin_backward(&mut self, reduce: bool) {
@@ -328,7 +343,7 @@ impl Schedule {
         }
         // Kept units are here since forward.
         let here = |next: UnitIndex| self.units[next].traits.keep || !self.units[next].traits.gathered_on_use;
-        let window = window(&self.backward_order, cursor, unit, self.depth.backward, here);
+        let window = self.window(&self.backward_order, cursor, unit, self.depth.backward, here);
         let before = before(&self.backward_order, cursor, &self.units);
         self.demand(unit, &self.within_limit(window, before))
     }
@@ -399,17 +414,31 @@ impl Schedule {
         self.reduces_pending.drain(..).map(Action::WaitReduce).collect()
     }
 
-    /// An optimizer step over all trainable units, in the order in which their gradients arrive. Afterwards no gathered
-    /// copy is left, since each would be out of date.
+    /// Waits for the gathers that are still under way, so that nothing moves any more until the model is used again.
+    pub fn finish_gathers(&mut self) -> Vec<Action> {
+        let units = self.units.iter_mut().enumerate();
+        units
+            .filter_map(|(unit, Unit { state, .. })| state.arrived().is_ok().then_some(Action::WaitGather(unit)))
+            .collect()
+    }
+
+    /// An optimizer step over all trainable units, in the order in which their gradients arrive. Every gathered copy is
+    /// dropped, since it would be out of date, and those that the next forward starts with are gathered again as soon as
+    /// their parameters are updated.
     pub fn step(&mut self) -> Vec<Action> {
         let mut actions = self.forget_gathered();
+        let first_units = self.first_units();
+        let order = self.reduce_order.clone();
+        // What is not stepped is up to date already.
+        self.gather_ahead(first_units.iter().filter(|unit| !order.contains(unit)), &mut actions);
         let publish = matches!(self.stage, Stage::OptimizerState | Stage::Gradients);
         let mut published = None;
-        for &unit in &self.reduce_order {
+        for unit in order {
             if self.reduces_pending.contains(&unit) {
                 actions.push(Action::WaitReduce(unit));
             }
             actions.push(Action::Step(unit));
+            self.gather_ahead(first_units.iter().filter(|&&first| first == unit), &mut actions);
             if publish {
                 actions.push(Action::Publish(unit));
                 // At most two units are published at once: the older one must have arrived.
@@ -443,7 +472,48 @@ impl Schedule {
             let traits = self.units[next].traits;
             !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
         };
-        self.within_limit(window(order, cursor, unit, depth, here), before(order, cursor, &self.units))
+        let window = self.window(order, cursor, unit, depth, here);
+        self.within_limit(window, before(order, cursor, &self.units))
+    }
+
+    /// What forward is going to have gathered when it uses its first unit that is not kept. None without prefetching.
+    fn first_units(&self) -> Vec<UnitIndex> {
+        let order = &self.expected_uses;
+        let Some(&first) = order.first() else { return Vec::new() };
+        let traits = self.units[first].traits;
+        let depth = match traits.prefetch.unwrap_or(self.depth.forward) {
+            0 => return Vec::new(),
+            depth => depth + usize::from(traits.keep),
+        };
+        let here = |unit: UnitIndex| !self.units[unit].traits.gathered_on_use;
+        self.within_limit(self.window(order, 0, first, depth, here), None)
+    }
+
+    /// `unit` and those used after it, up to `depth` of them; left out are those that are `here` by then. Kept units on
+    /// the way are gathered with them and take no place, since they stay anyway.
+    fn window(
+        &self,
+        order: &[UnitIndex],
+        cursor: usize,
+        unit: UnitIndex,
+        depth: usize,
+        here: impl Fn(UnitIndex) -> bool,
+    ) -> Vec<UnitIndex> {
+        let mut window = vec![unit];
+        if order.get(cursor) != Some(&unit) {
+            return window;
+        }
+        let mut places = depth;
+        for &next in &order[cursor + 1..] {
+            if places == 0 {
+                break;
+            }
+            if !window.contains(&next) && !here(next) {
+                places -= usize::from(!self.units[next].traits.keep);
+                window.push(next);
+            }
+        }
+        window
     }
 
     /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
@@ -489,16 +559,21 @@ impl Schedule {
                 }
             }
         }
-        for &next in window {
-            let Unit { traits, state, .. } = &mut self.units[next];
-            if traits.gathered_on_use && state.gather().is_ok() {
-                actions.push(Action::Gather(next));
-            }
-        }
+        self.gather_ahead(window, &mut actions);
         if self.units[unit].state.arrived().is_ok() {
             actions.push(Action::WaitGather(unit));
         }
         actions
+    }
+
+    /// Starts the gathers of those that are not here.
+    fn gather_ahead<'a>(&mut self, units: impl IntoIterator<Item = &'a UnitIndex>, actions: &mut Vec<Action>) {
+        for &unit in units {
+            let Unit { traits, state, .. } = &mut self.units[unit];
+            if traits.gathered_on_use && state.gather().is_ok() {
+                actions.push(Action::Gather(unit));
+            }
+        }
     }
 
     fn free(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
@@ -533,26 +608,4 @@ fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
 fn before(order: &[UnitIndex], cursor: usize, units: &[Unit]) -> Option<UnitIndex> {
     let stays = |&&unit: &&UnitIndex| units[unit].traits.gathered_on_use && !units[unit].traits.keep;
     order.iter().take(cursor).rev().find(stays).copied()
-}
-
-/// `unit` and the `depth` distinct units used after it, those left out that are `here` by then.
-fn window(
-    order: &[UnitIndex],
-    cursor: usize,
-    unit: UnitIndex,
-    depth: usize,
-    here: impl Fn(UnitIndex) -> bool,
-) -> Vec<UnitIndex> {
-    let mut window = vec![unit];
-    if order.get(cursor) == Some(&unit) {
-        for &next in &order[cursor + 1..] {
-            if window.len() > depth {
-                break;
-            }
-            if !window.contains(&next) && !here(next) {
-                window.push(next);
-            }
-        }
-    }
-    window
 }

@@ -311,6 +311,13 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
+    /// Waits for the gathers that a step has started for the forward after it.
+    pub(crate) fn finish_gathers(&self) -> Result<(), Error> {
+        let mut state = self.lock();
+        let actions = state.schedule.finish_gathers();
+        self.run(&mut state, actions)
+    }
+
     /// Waits for all reductions.
     pub(crate) fn finish_reduces(&self) -> Result<(), Error> {
         let mut state = self.lock();
@@ -489,8 +496,11 @@ impl Engine {
         state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
         self.rests(&mut state);
         if state.schedule.needs_reduce_order() {
-            let order = self.agree_on_order(state.schedule.expected_reduce_order(), state.step)?;
-            state.schedule.set_reduce_order(order);
+            let (reduces, uses) = (state.schedule.expected_reduce_order(), state.schedule.first_uses().to_vec());
+            let reduces = self.agree_on_order("order of reductions", reduces, state.step)?;
+            state.schedule.set_reduce_order(reduces);
+            let uses = self.agree_on_order("order of first uses", uses, state.step)?;
+            state.schedule.set_first_uses(uses);
         }
         let last = state.backwards + 1 >= self.settings.accumulation;
         state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
@@ -500,9 +510,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Rank 0's order of reductions, for all.
-    fn agree_on_order(&self, order: Vec<UnitIndex>, step: u64) -> Result<Vec<UnitIndex>, Error> {
-        let tag = OpTag::new(step, Phase::Control, "order of reductions");
+    /// Rank 0's order, for all.
+    fn agree_on_order(&self, what: &str, order: Vec<UnitIndex>, step: u64) -> Result<Vec<UnitIndex>, Error> {
+        let tag = OpTag::new(step, Phase::Control, what);
         let bytes: Vec<u8> = order.iter().flat_map(|&unit| (unit as u64).to_le_bytes()).collect();
         let mine = (self.links.control.rank() == 0).then(|| Bytes::from(bytes));
         let agreed = self.links.control.broadcast(&tag, 0, mine)?;

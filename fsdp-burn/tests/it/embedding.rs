@@ -80,6 +80,7 @@ fn backward_gathers_no_table_again() {
         let mut optimizer = rank.optimizer(SgdConfig::new().init())?;
         // The first step learns which unit is the last of forward.
         for _ in 0..3 {
+            model.synchronize()?;
             rank.traffic().reset();
             let x = model.first.forward(rows(1, 0..12, WIDTH, &device)).reshape([3, 4, WIDTH]);
             let x = x + model.table.forward(indices(&device)).powi_scalar(2);
@@ -87,6 +88,7 @@ fn backward_gathers_no_table_again() {
             let gradients = model.backward(loss)?;
             optimizer.step(0.1, &mut model, gradients)?;
         }
+        model.synchronize()?;
         Ok(rank.traffic().of(OpKind::AllGather).num_ops)
     });
     // One in forward for each unit, and one for the norm. Backward asks for `last` alone, which stays from forward.

@@ -35,18 +35,20 @@ fn recomputation_changes_no_bit() {
     }
 }
 
-/// Gathers, and bytes sent, in the second step.
+/// Gathers, and bytes sent, in the third step.
 fn traffic<M: Trial>(depth: usize) -> (u64, u64) {
     let prefetch = PrefetchConfig { forward: depth, backward: depth, max_bytes: None };
     let counts = launch(&Config { prefetch, ..config(Stage::Parameters, 2) }, |rank| {
         let mut model = start::<M>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
-        for step in 0..2 {
+        for step in 0..3 {
+            model.synchronize()?;
             rank.traffic().reset();
             let loss = model.loss(step, 0..4, &rank.device());
             let gradients = model.backward(loss)?;
             optim.step(0.1, &mut model, gradients)?;
         }
+        model.synchronize()?;
         let gathers = rank.traffic().of(OpKind::AllGather);
         Ok((gathers.num_ops, gathers.sent_bytes + rank.traffic().of(OpKind::ReduceScatter).sent_bytes))
     });

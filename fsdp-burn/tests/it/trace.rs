@@ -32,8 +32,10 @@ fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
     let traits = plan.unit_traits(&vec![Dtype::F32; plan.params().len()]);
     let mut schedule = Schedule::new(Stage::Parameters, &traits, depth);
     let units = 0..plan.units().len();
+    let mut ahead = Vec::new();
     let mut step = || {
-        let mut actions = Vec::new();
+        // What the step before gathered ahead belongs to the forward that waits for it.
+        let mut actions = std::mem::take(&mut ahead);
         for unit in units.clone() {
             // A weight and a bias.
             for _ in 0..2 {
@@ -43,6 +45,7 @@ fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
         }
         if schedule.needs_reduce_order() {
             schedule.set_reduce_order(schedule.expected_reduce_order());
+            schedule.set_first_uses(schedule.first_uses().to_vec());
         }
         schedule.begin_backward(true);
         for unit in units.clone().rev() {
@@ -54,7 +57,7 @@ fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
             actions.extend(schedule.gradient(unit));
         }
         actions.extend(schedule.end_backward());
-        actions.extend(schedule.step());
+        ahead = schedule.step();
         actions
     };
     step();

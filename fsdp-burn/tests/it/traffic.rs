@@ -32,6 +32,7 @@ pub(crate) fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Pla
         // The first step learns the order of forward and agrees on it, the second is the first to prefetch.
         for step in 0..3 {
             if step == 2 {
+                model.synchronize()?;
                 rank.traffic().reset();
             }
             for batch in 0..num_batches {
@@ -40,6 +41,7 @@ pub(crate) fn count<M: Trial>(config: &Config, recompute: bool) -> (Counted, Pla
                 optim.step(0.01, &mut model, gradients)?;
             }
         }
+        model.synchronize()?;
         let [all_reduce, all_gather, reduce_scatter] = KINDS.map(|kind| rank.traffic().of(kind));
         let total = rank.traffic().total();
         assert_eq!(total.num_ops, all_reduce.num_ops + all_gather.num_ops + reduce_scatter.num_ops, "control messages");

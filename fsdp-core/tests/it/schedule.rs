@@ -241,6 +241,65 @@ fn the_first_forward_learns_the_order_and_prefetches_nothing() {
     assert_eq!(schedule.forward(2), [Gather(2), Gather(0), Gather(1), WaitGather(2)]);
 }
 
+/// A transformer's order: a kept table and root, then blocks.
+#[test]
+fn a_step_gathers_what_the_next_forward_starts_with_as_soon_as_it_is_updated() {
+    let mut schedule = schedule(&[KEPT, KEPT, UNIT, UNIT, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3, 4]);
+    let [forward, _, step] = third_step(&mut schedule, &[0, 1, 2, 3, 4]);
+    // One block in use and one ahead, and what is kept on the way there.
+    assert_eq!(
+        step,
+        [
+            [Step(4), Step(3), Gather(3), Step(2), Gather(2), Step(1), Gather(1)].as_slice(),
+            &[WaitReduce(0), Step(0), Gather(0)]
+        ]
+        .concat()
+    );
+    assert_eq!(forward[..4], [WaitGather(0), WaitGather(1), WaitGather(2), Free(2)]);
+    assert_eq!(forward[4..], [Gather(4), WaitGather(3), Free(3), WaitGather(4)]);
+}
+
+#[test]
+fn a_step_gathers_nothing_ahead_without_prefetch_or_above_the_limit() {
+    let mut on_demand = schedule(&[UNIT; 3], 0);
+    on_demand.set_first_uses(vec![0, 1, 2]);
+    let [.., step] = third_step(&mut on_demand, &[0, 1, 2]);
+    assert!(!step.iter().any(|action| matches!(action, Gather(_))), "{step:?}");
+
+    let depth = PrefetchDepth { forward: 2, backward: 2, max_bytes: Some(200) };
+    let mut limited = Schedule::new(Stage::Parameters, &[UNIT; 3], depth);
+    limited.set_first_uses(vec![0, 1, 2]);
+    let [.., step] = third_step(&mut limited, &[0, 1, 2]);
+    let gathers: Vec<_> = step.into_iter().filter(|action| matches!(action, Gather(_))).collect();
+    assert_eq!(gathers, [Gather(1), Gather(0)]);
+}
+
+#[test]
+fn a_frozen_unit_is_gathered_ahead_when_the_step_begins() {
+    let frozen = UnitTraits { trainable: false, ..UNIT };
+    let mut schedule = schedule(&[frozen, UNIT, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2]);
+    for unit in 0..3 {
+        schedule.forward(unit);
+    }
+    schedule.set_reduce_order(vec![2, 1]);
+    schedule.begin_backward(true);
+    schedule.end_backward();
+    let step = schedule.step();
+    assert_eq!(step, [Gather(0), WaitReduce(2), Step(2), WaitReduce(1), Step(1), Gather(1)]);
+    assert_eq!(schedule.finish_gathers(), [WaitGather(0), WaitGather(1)]);
+    assert_eq!(schedule.forward(0), [], "all of it is here");
+}
+
+#[test]
+fn a_forward_that_starts_with_other_units_than_expected_frees_those_and_goes_on() {
+    let mut schedule = schedule(&[UNIT; 4], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3]);
+    third_step(&mut schedule, &[0, 1, 2, 3]);
+    assert_eq!(schedule.forward(3), [Free(0), Free(1), Gather(3), WaitGather(3)]);
+}
+
 #[test]
 fn a_wrong_prefetch_costs_a_gather_and_nothing_else() {
     let mut schedule = schedule(&[UNIT; 3], 1);
@@ -486,6 +545,14 @@ impl Checker {
         }
     }
 
+    /// What the next forward starts with: kept units, those that take a place in the window, and the first one.
+    fn assert_at_most_gathered(&self, units: &[UnitTraits], depth: usize) {
+        let here = |&unit: &UnitIndex| self.gathered[unit] || self.under_way[unit];
+        let num_passing = (0..NUM_UNITS).filter(here).filter(|&unit| !units[unit].keep).count();
+        let most = units.iter().map(|unit| unit.prefetch.unwrap_or(depth)).max().unwrap_or(0);
+        assert!(num_passing <= 1 + most && (most > 0 || num_passing == 0), "{num_passing} at depth {most}");
+    }
+
     fn assert_sharded(&self) {
         assert_eq!((self.gathered, self.under_way), ([false; NUM_UNITS], [false; NUM_UNITS]));
     }
@@ -493,11 +560,12 @@ impl Checker {
 
 proptest! {
     #[test]
-    fn no_sequence_of_calls_gathers_or_frees_twice_and_every_step_ends_sharded(
+    fn no_sequence_of_calls_gathers_or_frees_twice_and_nothing_outlives_what_it_is_for(
         calls in proptest::collection::vec(any_call(), 0..80),
         traits in proptest::collection::vec((any::<bool>(), any::<bool>(), proptest::option::of(0..3usize)), NUM_UNITS),
         (forward, backward) in (0..4usize, 0..4usize),
         max_bytes in proptest::option::of(1..500usize),
+        first_uses in Just((0..NUM_UNITS).collect::<Vec<_>>()).prop_shuffle(),
         stage in 0..4usize,
     ) {
         let stage = Stage::ALL[stage];
@@ -507,6 +575,7 @@ proptest! {
         let units: Vec<UnitTraits> = traits.iter().map(unit).collect();
         let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
         schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
+        schedule.set_first_uses(first_uses);
         let mut checker = Checker::default();
         let mut in_backward = false;
         for call in calls {
@@ -559,8 +628,10 @@ proptest! {
                 };
                 prop_assert_eq!(schedule.state(unit), expected);
             }
-            if matches!(call, Call::EndBackward | Call::Step) {
-                checker.assert_sharded();
+            match call {
+                Call::EndBackward => checker.assert_sharded(),
+                Call::Step => checker.assert_at_most_gathered(&units, forward),
+                _ => {}
             }
         }
         if in_backward {
@@ -568,6 +639,8 @@ proptest! {
             checker.run(schedule.end_backward());
         }
         checker.run(schedule.step());
+        checker.run(schedule.finish_gathers());
+        checker.run(schedule.forget_gathered());
         checker.assert_sharded();
         prop_assert_eq!(checker.reducing, [false; NUM_UNITS]);
         prop_assert_eq!(checker.publishing, [false; NUM_UNITS]);

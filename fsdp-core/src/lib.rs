@@ -64,8 +64,8 @@ pub use comm::{
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, Place, PrefetchConfig,
-    TrainingConfig, config_keys,
+    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, OffloadConfig, Place,
+    Placement, PrefetchConfig, TrainingConfig, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
@@ -74,7 +74,7 @@ pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, h
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTraits, WrongOrder};
+pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTiers, UnitTraits, WrongOrder};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};

@@ -1,6 +1,7 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
 use super::choice::{Accumulate, GradientReduction, NonFinite};
+use super::offload::Placement;
 use super::{Config, print};
 use crate::{Mesh, Stage};
 
@@ -33,6 +34,12 @@ pub(super) enum Kind {
     NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
     Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// Yes or no.
+    Flag { get: fn(&Config) -> bool, set: fn(&mut Config, bool) },
+    /// A path, or nothing.
+    OptionalPath { get: fn(&Config) -> Option<&str>, set: fn(&mut Config, Option<String>) },
+    /// A tier, or a table of shares.
+    Tiers { get: fn(&Config) -> Placement, set: fn(&mut Config, Placement) },
     /// A table of axes, or nothing.
     OptionalMesh { get: fn(&Config) -> Option<&Mesh>, set: fn(&mut Config, Option<Mesh>) },
 }
@@ -53,6 +60,12 @@ impl ConfigKey {
             Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
             Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
+            Kind::Flag { .. } => "true or false".to_owned(),
+            Kind::OptionalPath { .. } => "a path; leave the key out for none".to_owned(),
+            Kind::Tiers { .. } => {
+                "\"device\", \"cpu\", \"nvme\", or shares from 0 to 1 that add up to at most 1, such as { nvme = 0.8 }"
+                    .to_owned()
+            }
             Kind::OptionalMesh { .. } => "a table of axes, such as { replicate = 2, shard = 4 }".to_owned(),
         }
     }
@@ -254,6 +267,83 @@ static KEYS: &[ConfigKey] = &[
             set: |config, index| config.training.non_finite = NonFinite::ALL[index],
         },
     },
+    ConfigKey {
+        table: "offload",
+        name: "optimizer",
+        meaning: "Where optimizer state lies between steps: \"device\", \"cpu\" (host memory; on the CPU backend the same place), \
+                  \"nvme\" (a file on a disk), or a share of it, such as { nvme = 0.8 }, in whole parameters.",
+        cost: "On NVMe each step reads and writes it once, unit by unit beside the update; three units of it are in memory.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.optimizer,
+            set: |config, placement| config.offload.optimizer = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "gradients",
+        meaning: "Where reduced gradients wait for the step, in the same words.",
+        cost: "On NVMe each is written once and read once, and once more where a norm over all of them is asked for \
+               (clipping, `non_finite`) or micro-batches add up.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.gradients,
+            set: |config, placement| config.offload.gradients = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "parameters",
+        meaning: "Where this rank's blocks of the parameters lie between their gathers, in the same words; at stage 3 only.",
+        cost: "On NVMe each gather reads the blocks from the disk, one unit ahead, and each step reads and writes them once.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.parameters,
+            set: |config, placement| config.offload.parameters = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_path",
+        meaning: "A directory of the run's own on a local disk: one file per rank, removed at the end. A second run in it is \
+                  refused.",
+        cost: "As many bytes as are placed there.",
+        kind: Kind::OptionalPath {
+            get: |config| config.offload.nvme_path.as_deref(),
+            set: |config, path| config.offload.nvme_path = path,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_buffer_bytes",
+        meaning: "Memory of each rank for blocks on their way to and from the disk; at least two blocks.",
+        cost: "As many bytes. Fewer than eight blocks leave a fast disk idle.",
+        kind: Kind::Integer {
+            min: 2 * 4096,
+            max: None,
+            get: |config| config.offload.nvme_buffer_bytes,
+            set: |config, bytes| config.offload.nvme_buffer_bytes = bytes,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_block_bytes",
+        meaning: "Bytes that move to or from the disk at a time, a multiple of 4096.",
+        cost: "Small blocks cost processor time, large ones leave less to do side by side.",
+        kind: Kind::Integer {
+            min: 4096,
+            max: Some(1 << 30),
+            get: |config| config.offload.nvme_block_bytes,
+            set: |config, bytes| config.offload.nvme_block_bytes = bytes,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_checksums",
+        meaning: "Whether what is read from the disk is compared with a checksum of what was written.",
+        cost: "About 0.1 s of a processor for each GB, in each direction.",
+        kind: Kind::Flag {
+            get: |config| config.offload.nvme_checksums,
+            set: |config, checks| config.offload.nvme_checksums = checks,
+        },
+    },
 ];
 
 #[cfg(test)]
@@ -264,7 +354,7 @@ mod tests {
     fn keys_of_a_table_stand_together_and_names_are_unique() {
         let mut tables: Vec<_> = KEYS.iter().map(|key| key.table).collect();
         tables.dedup();
-        assert_eq!(tables, ["", "prefetch", "training"]);
+        assert_eq!(tables, ["", "prefetch", "training", "offload"]);
         let mut names: Vec<_> = KEYS.iter().map(|key| key.name).collect();
         names.sort_unstable();
         names.dedup();
@@ -280,7 +370,14 @@ mod tests {
         let optional: Vec<_> = KEYS.iter().filter(|key| key.default_value().is_none()).map(ConfigKey::path).collect();
         assert_eq!(
             optional,
-            ["mesh", "seed", "prefetch.max_bytes", "training.gradient_clip_norm", "training.gradient_clip_value"]
+            [
+                "mesh",
+                "seed",
+                "prefetch.max_bytes",
+                "training.gradient_clip_norm",
+                "training.gradient_clip_value",
+                "offload.nvme_path"
+            ]
         );
     }
 }

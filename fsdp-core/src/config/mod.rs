@@ -7,6 +7,7 @@ mod choice;
 mod error;
 mod keys;
 mod nearest;
+mod offload;
 mod print;
 mod read;
 mod tree;
@@ -17,6 +18,7 @@ use std::time::Duration;
 pub use choice::{Accumulate, GradientReduction, NonFinite};
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
+pub use offload::{OffloadConfig, Placement};
 
 use crate::{Mesh, Stage};
 
@@ -58,6 +60,8 @@ pub struct Config {
     pub prefetch: PrefetchConfig,
     /// What happens to gradients.
     pub training: TrainingConfig,
+    /// What lies below the device's memory.
+    pub offload: OffloadConfig,
 }
 
 /// How far ahead of the unit that computes others are gathered. Each costs the largest unit's full size in memory.
@@ -102,6 +106,7 @@ impl Default for Config {
             seed: None,
             prefetch: PrefetchConfig::default(),
             training: TrainingConfig::default(),
+            offload: OffloadConfig::default(),
         }
     }
 }
@@ -245,12 +250,21 @@ mod tests {
             gradient_clip_norm = 1
             gradient_norm_order = "inf"
             non_finite = "skip"
+            [offload]
+            optimizer = { nvme = 0.75, cpu = 0.25 }
+            gradients = "cpu"
+            nvme_path = "/nvme/run \"1\""
+            nvme_buffer_bytes = 8192
+            nvme_block_bytes = 4096
+            nvme_checksums = false
         "#;
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
-                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"}
+                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"},
+            "offload": {"optimizer": {"nvme": 0.75, "cpu": 0.25}, "gradients": "cpu", "nvme_path": "/nvme/run \"1\"",
+                        "nvme_buffer_bytes": 8192, "nvme_block_bytes": 4096, "nvme_checksums": false}
         }"#;
         let expected = Config {
             stage: Stage::OptimizerState,
@@ -268,6 +282,15 @@ mod tests {
                 gradient_norm_order: f64::INFINITY,
                 gradient_clip_value: None,
                 non_finite: NonFinite::Skip,
+            },
+            offload: OffloadConfig {
+                optimizer: Placement { cpu: 0.25, nvme: 0.75 },
+                gradients: Placement::CPU,
+                parameters: Placement::DEVICE,
+                nvme_path: Some("/nvme/run \"1\"".to_owned()),
+                nvme_buffer_bytes: 8192,
+                nvme_block_bytes: 4096,
+                nvme_checksums: false,
             },
         };
         assert_eq!(Config::from_toml(toml, "t").unwrap(), expected);
@@ -317,6 +340,36 @@ mod tests {
     }
 
     prop_compose! {
+        fn any_placement()(kind in 0..5u8, share in 0.0..=1.0f64, part in 0.0..=1.0f64) -> Placement {
+            match kind {
+                0 => Placement::DEVICE,
+                1 => Placement::CPU,
+                2 => Placement::NVME,
+                3 => Placement { cpu: 0.0, nvme: share },
+                _ => Placement { cpu: share * part, nvme: share * (1.0 - part) },
+            }
+        }
+    }
+
+    prop_compose! {
+        fn any_offload()(
+            (optimizer, gradients, parameters) in (any_placement(), any_placement(), any_placement()),
+            nvme_path in "/[ -~é]{0,20}",
+            (num_blocks, num_pages, nvme_checksums) in (2..100usize, 1..100usize, any::<bool>()),
+        ) -> OffloadConfig {
+            OffloadConfig {
+                optimizer,
+                gradients,
+                parameters,
+                nvme_path: Some(nvme_path),
+                nvme_buffer_bytes: num_blocks * num_pages * 4096,
+                nvme_block_bytes: num_pages * 4096,
+                nvme_checksums,
+            }
+        }
+    }
+
+    prop_compose! {
         fn any_config()(
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
@@ -328,7 +381,10 @@ mod tests {
             (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
             (clipping, most) in (0..3u8, 1e-30..1e30f64),
             gradient_norm_order in prop_oneof![Just(f64::INFINITY), 1.0..20.0f64],
+            offload in any_offload(),
         ) -> Config {
+            // Whole parameters are not offloaded.
+            let parameters = if stage == 3 { offload.parameters } else { Placement::DEVICE };
             let mesh = match mesh {
                 0 => None,
                 1 => Some(vec![(Axis::Replicate, replicate), (Axis::Shard, shard)]),
@@ -352,6 +408,7 @@ mod tests {
                     gradient_clip_value: (clipping == 2).then_some(most),
                     non_finite: NonFinite::ALL[non_finite],
                 },
+                offload: OffloadConfig { parameters, ..offload },
             }
         }
     }

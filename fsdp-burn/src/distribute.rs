@@ -7,20 +7,27 @@
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Shape, Tensor};
 use bytes::Bytes;
-use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan};
+use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, Slot};
 
 use crate::Error;
 use crate::engine::Engine;
 use crate::gather_op::{GatherOnUse, GatherSite, Use};
 use crate::host;
+use crate::offload::Offload;
 use crate::survey::{Entry, emptied, replaced};
 
 /// What one rank holds of every parameter, by plan index.
 pub(crate) struct Distributed {
-    pub(crate) stored: Vec<Bytes>,
+    pub(crate) stored: Vec<Stored>,
     pub(crate) dtypes: Vec<Dtype>,
+}
+
+/// Where a parameter lies from the start, so that no rank ever holds all that it offloads.
+pub(crate) enum Stored {
+    Here(Bytes),
+    Away(Slot),
 }
 
 /// What is distributed, and to whom.
@@ -29,6 +36,7 @@ pub(crate) struct Source<'a> {
     pub(crate) entries: &'a [Entry],
     pub(crate) managed: &'a [Option<usize>],
     pub(crate) plan: &'a Plan,
+    pub(crate) offload: &'a Offload,
     /// This rank's position on the shard axis.
     pub(crate) shard_index: usize,
 }
@@ -133,6 +141,14 @@ impl Sender<'_> {
             } else {
                 self.scatter(&tag, full, spec, dtype)?
             };
+            let stored = match self.source.offload.tier().filter(|_| self.source.offload.has_parameter(managed)) {
+                Some(tier) => {
+                    let slot = tier.reserve(stored.len())?;
+                    tier.write(slot, stored).wait()?;
+                    Stored::Away(slot)
+                }
+                None => Stored::Here(stored),
+            };
             Ok((stored, dtype))
         });
         let result = result.map(|(stored, dtype)| {
@@ -217,7 +233,13 @@ impl Attacher<'_> {
             true => spec.layout.shape().to_vec(),
             false => spec.layout.shard_shape(self.engine.shard_index()),
         };
-        let (stored, dtype) = (self.engine.stored(index), self.engine.dtype(index));
+        let dtype = self.engine.dtype(index);
+        if self.engine.offload().has_parameter(index) {
+            // What lies on the disk has its shape in the model, and no memory.
+            let nothing = |device: &Device| Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
+            return (replaced(param, |device| nothing(device).expand(Shape::from(shape))), managed);
+        }
+        let stored = self.engine.stored(index);
         (replaced(param, |device| host::tensor(stored, &shape, dtype, device)), managed)
     }
 }

@@ -14,7 +14,17 @@ pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
 
 /// The elements of `data`.
 pub(crate) fn elements(data: TensorData) -> Bytes {
-    Bytes::from_owner(Storage(Arc::new(data.into_parts().0)))
+    shared(data.into_parts().0)
+}
+
+/// Bytes of Burn's, without a copy.
+pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
+    Bytes::from_owner(Storage(Arc::new(bytes)))
+}
+
+/// Bytes for Burn, without a copy.
+pub(crate) fn burn_bytes(bytes: Bytes) -> burn::tensor::Bytes {
+    burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native)
 }
 
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.
@@ -41,7 +51,8 @@ pub(crate) fn dtype_of(dtype: DType) -> Option<Dtype> {
     }
 }
 
-fn burn_dtype(dtype: Dtype) -> DType {
+/// Burn's name of an element type.
+pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
     match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F64 => DType::F64,
@@ -54,8 +65,7 @@ pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> Tensor
         // An empty slice has no alignment, and typed access asks for one.
         return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
     }
-    let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
-    TensorData::from_bytes(shared, shape, burn_dtype(dtype))
+    TensorData::from_bytes(burn_bytes(bytes), shape, burn_dtype(dtype))
 }
 
 /// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.

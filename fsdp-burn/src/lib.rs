@@ -64,6 +64,7 @@ mod launch;
 mod links;
 mod model;
 pub mod nn;
+mod offload;
 mod optim;
 mod random;
 mod rank;
@@ -87,7 +88,7 @@ pub use sharded::Sharded;
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
     Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
-    NonFinite, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrefetchConfig, Stage, Trace, Traffic,
-    TrainingConfig, WrapPolicy, human_bytes,
+    NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Placement, Plan, PlanWarning, PrefetchConfig, Stage,
+    TierError, TierStats, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -11,9 +11,10 @@ use fsdp_core::{
     PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
 };
 
-use crate::distribute::{Source, attach, distribute, let_go, managed, refresh};
+use crate::distribute::{Source, Stored, attach, distribute, let_go, managed, refresh};
 use crate::engine::{Engine, EngineStats, Settings};
 use crate::links::Links;
+use crate::offload::Offload;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
 
@@ -96,7 +97,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
         let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
-        let source = Source { entries: &entries, managed: &managed, plan: &plan, shard_index };
+        let offload = Offload::new(&config.offload, rank.tier().cloned(), &plan, shard_index);
+        let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
         let settings = Settings {
@@ -106,9 +108,12 @@ impl<M: Module + Sharded> ShardedModel<M> {
             accumulation: training.gradient_accumulation,
         };
         let (dtypes, trace) = (distributed.dtypes, rank.trace().cloned());
-        let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, trace));
-        for (param, bytes) in distributed.stored.into_iter().enumerate() {
-            engine.set_stored(param, bytes);
+        let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, offload, trace));
+        for (param, stored) in distributed.stored.into_iter().enumerate() {
+            match stored {
+                Stored::Here(bytes) => engine.set_stored(param, bytes),
+                Stored::Away(slot) => engine.set_block_slot(param, slot),
+            }
         }
         let module = attach(module, &managed, &engine);
         Ok(Self { module, managed, entries: entries.into(), planned, engine })
@@ -248,6 +253,7 @@ impl<M: Module> ShardedModel<M> {
     /// If a collective fails.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.engine.finish_gathers()?;
+        self.engine.finish_write_back()?;
         self.engine.finish_reduces()
     }
 

@@ -9,6 +9,7 @@
 mod execute;
 mod missing;
 mod observe;
+mod tiers;
 
 use std::any::Any;
 use std::fmt;
@@ -23,14 +24,15 @@ use fsdp_core::{
     PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
 };
 
-use missing::is_missing;
 pub use observe::EngineStats;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
 use crate::host::{self, cut};
 use crate::links::Links;
+use crate::offload::Offload;
 use observe::{Computing, Held};
+use tiers::{Reduced, Tiers};
 
 /// Units that one graph may enter before depth stops to grow: forwards that never have a backward would build a ladder
 /// without end. Beyond it gradients still arrive, only later. See [Note: Order of backward steps].
@@ -55,6 +57,7 @@ pub(crate) struct Engine {
     held: Vec<bool>,
     links: Links,
     settings: Settings,
+    offload: Offload,
     trace: Option<Arc<Trace>>,
     state: Mutex<State>,
     ladder: Mutex<Option<Box<dyn Any + Send>>>,
@@ -62,13 +65,14 @@ pub(crate) struct Engine {
 
 struct State {
     schedule: Schedule,
-    /// By parameter: this rank's block, or the whole parameter where that is resident.
+    /// By parameter: this rank's block, or the whole parameter where that is resident. Empty while it lies in a tier.
     stored: Vec<Bytes>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
     local: Vec<Option<FlexTensor>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter.
-    reduced: Vec<Option<Bytes>>,
+    reduced: Vec<Option<Reduced>>,
     units: Vec<UnitBuffers>,
+    tiers: Tiers,
     /// Units that forward has entered since the last backward. See [Note: Order of backward steps].
     entered: usize,
     last_entered: Option<UnitIndex>,
@@ -133,16 +137,19 @@ impl Engine {
         dtypes: Vec<Dtype>,
         links: Links,
         settings: Settings,
+        offload: Offload,
         trace: Option<Arc<Trace>>,
     ) -> Self {
-        let schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes), settings.depth);
+        let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes), settings.depth);
+        schedule.set_tiers(&offload.unit_tiers(&plan));
         let num_params = plan.params().len();
         let state = State {
             schedule,
             stored: vec![Bytes::new(); num_params],
             local: vec![None; num_params],
-            reduced: vec![None; num_params],
+            reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
+            tiers: Tiers::new(num_params, plan.units().len()),
             entered: 0,
             last_entered: None,
             in_backward: false,
@@ -156,7 +163,7 @@ impl Engine {
         };
         let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
         let (state, ladder) = (Mutex::new(state), Mutex::new(None));
-        Self { plan, shard_index, dtypes, held, links, settings, trace, state, ladder }
+        Self { plan, shard_index, dtypes, held, links, settings, offload, trace, state, ladder }
     }
 
     pub(crate) fn plan(&self) -> &Plan {
@@ -206,7 +213,12 @@ impl Engine {
         self.lock().stats = EngineStats::default();
     }
 
-    /// What is stored of a parameter.
+    /// What is offloaded, and to where.
+    pub(crate) fn offload(&self) -> &Offload {
+        &self.offload
+    }
+
+    /// What is stored of a parameter in memory.
     pub(crate) fn stored(&self, param: usize) -> Bytes {
         self.lock().stored[param].clone()
     }
@@ -335,24 +347,6 @@ impl Engine {
         self.run(&mut self.lock(), vec![action])
     }
 
-    /// Takes the reduced gradient of a parameter. `None`: no rank had one.
-    pub(crate) fn take_reduced(&self, param: usize) -> Option<Bytes> {
-        let mut state = self.lock();
-        let gradient = state.reduced[param].take()?;
-        state.held.reduced -= gradient.len();
-        (!is_missing(&gradient, self.dtypes[param])).then_some(gradient)
-    }
-
-    /// Looks at the reduced gradient of every trainable parameter, in plan order.
-    pub(crate) fn each_reduced(&self, mut look: impl FnMut(usize, &Bytes)) {
-        let state = self.lock();
-        for (param, gradient) in state.reduced.iter().enumerate() {
-            if let Some(gradient) = gradient {
-                look(param, gradient);
-            }
-        }
-    }
-
     /// Drops all gradients, reduced or not.
     pub(crate) fn discard_gradients(&self) {
         self.lock().discard_gradients();
@@ -373,13 +367,13 @@ impl Engine {
     }
 
     /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
-    pub(crate) fn block(&self, param: usize) -> Bytes {
+    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
-        let stored = self.stored(param);
+        let stored = self.take_stored(&mut self.lock(), param)?;
         if spec.is_split() && self.plan.is_resident(spec) {
-            cut(&stored, &spec.layout, self.shard_index, self.dtypes[param].size_bytes())
+            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes[param].size_bytes()))
         } else {
-            stored
+            Ok(stored)
         }
     }
 
@@ -392,7 +386,7 @@ impl Engine {
     /// Gathers one parameter outside of forward and backward, in whole. All ranks of the shard axis make the call.
     pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
-        let stored = self.stored(param);
+        let stored = self.take_stored(&mut self.lock(), param)?;
         if self.plan.is_resident(spec) {
             return Ok(stored);
         }

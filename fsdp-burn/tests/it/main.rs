@@ -9,6 +9,7 @@ mod control_flow;
 mod embedding;
 mod failure;
 mod numbers;
+mod offload;
 mod optimizers;
 mod parity;
 mod recompute;

@@ -119,8 +119,8 @@ impl TierStats {
 pub struct Tier {
     /// Taken when the tier is dropped, which ends the worker.
     commands: Option<Sender<Command>>,
-    /// Closed by the worker's end.
-    ended: Receiver<()>,
+    /// Closed by the worker's end. Locked only by whoever drops the tier.
+    ended: Mutex<Receiver<()>>,
     counters: Arc<Counters>,
     file: Arc<RankFile>,
     /// Where the next slot begins.
@@ -172,6 +172,7 @@ impl Tier {
             source,
         })?;
         let (end, timeout) = (Mutex::new(0), options.timeout);
+        let ended = Mutex::new(ended);
         Ok(Self { commands: Some(commands), ended, counters, file, end, engine: kind, timeout })
     }
 
@@ -248,7 +249,8 @@ impl Drop for Tier {
         self.file.remove();
         if !thread::panicking() {
             // Nothing is ever sent: this ends when the thread does, or when the disk has had its time.
-            let _ = self.ended.recv_timeout(self.timeout);
+            let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let _ = ended.recv_timeout(self.timeout);
         }
     }
 }

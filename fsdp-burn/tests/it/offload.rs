@@ -333,7 +333,6 @@ fn damage_on_one_ranks_disk_ends_every_rank_with_the_place_and_leaves_nothing() 
         }
         // Ranks that fail inside of forward unwind past the program; the others return what ended them.
         assert!(errors.iter().all(|error| error.contains("offset")), "{what}: {errors:?}");
-        assert!(!errors.is_empty(), "{what}");
         scratch.assert_nothing_left(what);
     }
 }

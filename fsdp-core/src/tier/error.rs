@@ -167,8 +167,11 @@ pub enum TierError {
         /// Seconds waited.
         waited_s: f64,
     },
-    /// The thread of the store has ended.
-    #[error("the thread that serves {} has ended, so offset {offset} cannot be reached; report this as a bug", path.display())]
+    /// The tier is closed, or its thread has ended.
+    #[error(
+        "{} is closed, so offset {offset} cannot be reached: its run has ended, or an error has ended its thread. Use a model \
+         only inside of its run", path.display()
+    )]
     Ended {
         /// The file.
         path: PathBuf,

@@ -98,8 +98,7 @@ impl TierStats {
 ///
 /// Memory: the buffers of [`TierOptions`]; data until it is written; what is read, until its owner drops it.
 ///
-/// Dropping it gives up what is not written yet, and removes the file. It waits for blocks that the disk has begun, at
-/// most for the time limit, and not while its thread unwinds from a panic.
+/// Dropping it closes it: see [`Tier::close`].
 ///
 /// ```
 /// use fsdp_core::{Tier, TierOptions};
@@ -117,9 +116,9 @@ impl TierStats {
 /// # Ok::<(), fsdp_core::TierError>(())
 /// ```
 pub struct Tier {
-    /// Taken when the tier is dropped, which ends the worker.
-    commands: Option<Sender<Command>>,
-    /// Closed by the worker's end. Locked only by whoever drops the tier.
+    /// Taken when the tier is closed, which ends the worker.
+    commands: Mutex<Option<Sender<Command>>>,
+    /// Closed by the worker's end. Locked only by whoever closes the tier.
     ended: Mutex<Receiver<()>>,
     counters: Arc<Counters>,
     file: Arc<RankFile>,
@@ -173,7 +172,8 @@ impl Tier {
         })?;
         let (end, timeout) = (Mutex::new(0), options.timeout);
         let ended = Mutex::new(ended);
-        Ok(Self { commands: Some(commands), ended, counters, file, end, engine: kind, timeout })
+        let commands = Mutex::new(Some(commands));
+        Ok(Self { commands, ended, counters, file, end, engine: kind, timeout })
     }
 
     /// A new place for `len_bytes`, for which the disk has room.
@@ -235,23 +235,29 @@ impl Tier {
     }
 
     fn submit(&self, command: Command) {
-        if let Some(commands) = &self.commands {
+        if let Some(commands) = &*self.commands.lock().unwrap_or_else(PoisonError::into_inner) {
             // If the thread has ended, the reply is dropped here, and whoever waits for the transfer is told.
             let _ = commands.send(command);
+        }
+    }
+
+    /// Gives up what is not written yet, and removes the file, whoever else still holds the tier. Transfers fail from then
+    /// on. Waits for blocks that the disk has begun, at most for the time limit, and not while the thread unwinds from a
+    /// panic.
+    pub fn close(&self) {
+        self.counters.closing.store(true, Ordering::Relaxed);
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.file.remove();
+        if !thread::panicking() {
+            // Nothing is ever sent: this ends when the thread does, or when the disk has had its time.
+            let _ = self.ended.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(self.timeout);
         }
     }
 }
 
 impl Drop for Tier {
     fn drop(&mut self) {
-        self.counters.closing.store(true, Ordering::Relaxed);
-        self.commands = None;
-        self.file.remove();
-        if !thread::panicking() {
-            // Nothing is ever sent: this ends when the thread does, or when the disk has had its time.
-            let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let _ = ended.recv_timeout(self.timeout);
-        }
+        self.close();
     }
 }
 

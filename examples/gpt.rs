@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Int, Tensor, module::attention};
+use burn::tensor::{Device, FloatDType, Int, Tensor, module::attention};
 use fsdp_burn::nn::{Embedding, gelu};
 use fsdp_burn::{Sharded, recompute};
 use serde::{Deserialize, Serialize};
@@ -107,7 +107,9 @@ impl Gpt {
         let logits = self.forward(inputs);
         let [batch, sequence, vocabulary] = logits.dims();
         let loss = CrossEntropyLossConfig::new().init(&logits.device());
-        loss.forward(logits.reshape([batch * sequence, vocabulary]), targets.reshape([batch * sequence]))
+        // In full precision, also where the model computes in half of it.
+        let logits = logits.cast(FloatDType::F32).reshape([batch * sequence, vocabulary]);
+        loss.forward(logits, targets.reshape([batch * sequence]))
     }
 }
 

@@ -84,8 +84,12 @@ impl<M: Module> ShardedModel<M> {
             });
         }
         let control = engine.links().control.clone();
-        let (mut state, scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
+        let (mut state, mut scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
         tensors.append(&mut state);
+        if let Some(scaler) = engine.scaler() {
+            scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
+            scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
+        }
         let mut buffers = Buffers { entries: self.entries(), next: 0, tensors: Vec::new() };
         // Running statistics are collected by thread until somebody looks at them, as `valid` does.
         self.valid().visit(&mut buffers);
@@ -161,7 +165,7 @@ impl<M: Module> ShardedModel<M> {
         engine.discard_gradients();
         for (param, bytes) in read.stored.into_iter().enumerate() {
             if let Some(bytes) = bytes {
-                engine.set_stored(param, bytes);
+                engine.set_value(param, bytes);
             }
         }
         self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
@@ -174,6 +178,10 @@ impl<M: Module> ShardedModel<M> {
         self.agree("restore optimizer state", restored)?;
         let manifest = checkpoint.manifest();
         engine.resume_at(manifest.step);
+        let scalar = |name| manifest.scalars.get(name).and_then(scalar_from_json);
+        if let (Some(Scalar::Float(scale)), Some(Scalar::UInt(good_steps))) = (scalar(LOSS_SCALE), scalar(GOOD_STEPS)) {
+            engine.restore_scale(scale, u32::try_from(good_steps).unwrap_or(0));
+        }
         if let Some(state) = random_state(&manifest.ranks, control.rank(), control.world_size()) {
             state.install();
         }
@@ -395,6 +403,10 @@ impl<M: Module> ShardedModel<M> {
         OptimizerRecord::from_bytes(bytes).map_err(record_error)
     }
 }
+
+/// Names of the loss scale's numbers among the scalars.
+const LOSS_SCALE: &str = "loss_scale";
+const GOOD_STEPS: &str = "loss_scale.good_steps";
 
 /// All that a rank needs of a checkpoint.
 struct Read {

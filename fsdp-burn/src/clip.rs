@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, ShardLayout};
+use half::{bf16, f16};
 use multiversion::multiversion;
 
 use crate::Error;
@@ -110,6 +111,8 @@ fn fold(bytes: &[u8], dtype: Dtype, step: impl Fn(f64, f64) -> f64) -> f64 {
             let values = bytes.as_chunks().0.iter().map(|chunk| f64::from(f32::from_ne_bytes(*chunk)));
             values.fold(0.0, step)
         }
+        Dtype::Bf16 => bytes.as_chunks().0.iter().map(|chunk| bf16::from_ne_bytes(*chunk).to_f64()).fold(0.0, step),
+        Dtype::F16 => bytes.as_chunks().0.iter().map(|chunk| f16::from_ne_bytes(*chunk).to_f64()).fold(0.0, step),
         Dtype::F64 => bytes.as_chunks().0.iter().map(|chunk| f64::from_ne_bytes(*chunk)).fold(0.0, step),
     }
 }
@@ -118,6 +121,8 @@ fn fold(bytes: &[u8], dtype: Dtype, step: impl Fn(f64, f64) -> f64) -> f64 {
 fn sum_of_squares(bytes: &[u8], dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => sum_of_lanes(bytes.as_chunks::<4>().0, |chunk| f64::from(f32::from_ne_bytes(chunk))),
+        Dtype::Bf16 => sum_of_lanes(bytes.as_chunks::<2>().0, |chunk| bf16::from_ne_bytes(chunk).to_f64()),
+        Dtype::F16 => sum_of_lanes(bytes.as_chunks::<2>().0, |chunk| f16::from_ne_bytes(chunk).to_f64()),
         Dtype::F64 => sum_of_lanes(bytes.as_chunks::<8>().0, f64::from_ne_bytes),
     }
 }

@@ -15,6 +15,7 @@ use crate::Error;
 use crate::engine::Engine;
 use crate::gather_op::{GatherOnUse, GatherSite, Use};
 use crate::host;
+use crate::lora::{Adapter, take_adapters};
 use crate::offload::Offload;
 use crate::survey::{Entry, emptied, replaced};
 
@@ -64,13 +65,15 @@ pub(crate) fn distribute<M: Module>(
 }
 
 /// Puts what the engine stores into the model, and the gather before each use.
-pub(crate) fn attach<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
-    model.apply_reparameterization(Attacher { managed, engine, next: 0 })
+pub(crate) fn attach<M: Module>(model: M, entries: &[Entry], managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
+    let (model, scales) = take_adapters(model, entries);
+    let mut values = Values { managed, engine, next: 0 };
+    model.apply_reparameterization(Attacher { values: &mut values, entries, scales: &scales })
 }
 
 /// Puts what the engine stores into a model that is attached already: after an optimizer step.
 pub(crate) fn refresh<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
-    model.map(&mut Refresher(Attacher { managed, engine, next: 0 }))
+    model.map(&mut Refresher(Values { managed, engine, next: 0 }))
 }
 
 /// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
@@ -216,13 +219,13 @@ impl Sender<'_> {
     }
 }
 
-struct Attacher<'a> {
+struct Values<'a> {
     managed: &'a [Option<usize>],
     engine: &'a Arc<Engine>,
     next: usize,
 }
 
-impl Attacher<'_> {
+impl Values<'_> {
     fn value<const D: usize>(&mut self, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<usize>) {
         let managed = self.managed[self.next];
         self.next += 1;
@@ -233,7 +236,7 @@ impl Attacher<'_> {
             true => spec.layout.shape().to_vec(),
             false => spec.layout.shard_shape(self.engine.shard_index()),
         };
-        let dtype = self.engine.dtype(index);
+        let dtype = self.engine.stored_dtype(index);
         if self.engine.offload().has_parameter(index) {
             // What lies on the disk has its shape in the model, and no memory.
             let nothing = |device: &Device| Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
@@ -244,7 +247,30 @@ impl Attacher<'_> {
     }
 }
 
-impl Reparameterizer for Attacher<'_> {
+struct Attacher<'v, 'a> {
+    values: &'v mut Values<'a>,
+    entries: &'a [Entry],
+    /// By entry: that of the adapter of a base.
+    scales: &'v [Option<f64>],
+}
+
+impl Attacher<'_, '_> {
+    /// The adapter of `base`, whose factors are the two entries after it.
+    fn adapter<const D: usize>(&mut self, base: Tensor<D>, scale: f64) -> Adapter {
+        let [a, b] = [0, 1].map(|factor| {
+            let entry = &self.entries[self.values.next + factor];
+            let mut value = Tensor::<2>::zeros([1, 1], &base.device());
+            if let Some(strategy) = base.gradient_checkpointing_strategy() {
+                value = value.with_gradient_checkpointing_strategy(strategy);
+            }
+            Param::initialized(entry.id, value.set_require_grad(entry.spec.trainable))
+        });
+        let nested = Attacher { values: self.values, entries: self.entries, scales: self.scales };
+        Adapter { a, b, scale }.apply_reparameterization(nested)
+    }
+}
+
+impl Reparameterizer for Attacher<'_, '_> {
     type Reparam = GatherOnUse;
 
     fn reparameterize<const D: usize>(
@@ -252,9 +278,11 @@ impl Reparameterizer for Attacher<'_> {
         _: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<GatherOnUse>) {
-        let (param, managed) = self.value(param);
-        let site = managed.map(|param| GatherSite { engine: self.engine.clone(), param, usage: Use::Evaluate });
-        (param, site.map(|site| GatherOnUse { site }))
+        let scale = self.scales[self.values.next];
+        let (param, managed) = self.values.value(param);
+        let adapter = scale.map(|scale| self.adapter(param.base(), scale));
+        let site = managed.map(|param| GatherSite { engine: self.values.engine.clone(), param, usage: Use::Evaluate });
+        (param, site.map(|site| GatherOnUse { site, adapter }))
     }
 }
 
@@ -271,7 +299,7 @@ impl ModuleMapper for Emptier<'_> {
     }
 }
 
-struct Refresher<'a>(Attacher<'a>);
+struct Refresher<'a>(Values<'a>);
 
 impl ModuleMapper for Refresher<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

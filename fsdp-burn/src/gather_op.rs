@@ -36,6 +36,7 @@ use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use crate::engine::Engine;
+use crate::lora::Adapter;
 use crate::recompute::Pass;
 
 /// Levels of the backward graph between two rungs. More than the ops of a unit in sequence (a transformer block has
@@ -66,7 +67,7 @@ pub(crate) struct GatherSite {
 }
 
 impl GatherSite {
-    fn with(&self, usage: Use) -> Self {
+    pub(crate) fn with(&self, usage: Use) -> Self {
         Self { usage, ..self.clone() }
     }
 }
@@ -203,12 +204,17 @@ impl<B: Backend> Backward<B, 1> for Climb {
 pub(crate) struct GatherOnUse {
     #[module(skip)]
     pub(crate) site: GatherSite,
+    /// See [Note: One slot for the gather and the adapter].
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Reparameterization for GatherOnUse {
     const NAME: &'static str = "sharded";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        Tensor::from_dispatch(<Dispatch as ShardOps>::gather(base.into_dispatch(), self.site.clone()))
+        match &self.adapter {
+            None => Tensor::from_dispatch(<Dispatch as ShardOps>::gather(base.into_dispatch(), self.site.clone())),
+            Some(adapter) => adapter.apply(base, &self.site),
+        }
     }
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Dtype, ShardLayout};
@@ -47,15 +49,19 @@ pub(crate) fn dtype_of(dtype: DType) -> Option<Dtype> {
     match dtype {
         DType::F32 => Some(Dtype::F32),
         DType::F64 => Some(Dtype::F64),
+        DType::BF16 => Some(Dtype::Bf16),
+        DType::F16 => Some(Dtype::F16),
         _ => None,
     }
 }
 
-/// Burn's name of an element type.
+/// The element type, as Burn knows it.
 pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
     match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F64 => DType::F64,
+        Dtype::Bf16 => DType::BF16,
+        Dtype::F16 => DType::F16,
     }
 }
 
@@ -66,6 +72,16 @@ pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> Tensor
         return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
     }
     TensorData::from_bytes(burn_bytes(bytes), shape, burn_dtype(dtype))
+}
+
+/// The elements in another type, rounded to the nearest. The same bytes where the type stays.
+pub(crate) fn cast(bytes: &Bytes, from: Dtype, to: Dtype) -> Bytes {
+    if from == to {
+        return bytes.clone();
+    }
+    let len = bytes.len() / from.size_bytes();
+    let tensor = flex_tensor(bytes.clone(), &[len], from);
+    bytes_of(&Flex::float_cast(tensor, burn_dtype(to).into()))
 }
 
 /// The block of `rank` of a whole tensor: shared where it is one range, copied otherwise.

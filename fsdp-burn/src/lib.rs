@@ -62,10 +62,12 @@ mod gather_op;
 mod host;
 mod launch;
 mod links;
+mod lora;
 mod model;
 pub mod nn;
 mod offload;
 mod optim;
+mod precision;
 mod random;
 mod rank;
 mod recompute;
@@ -87,8 +89,9 @@ pub use sharded::Sharded;
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, FieldRule, GradientReduction, Link, MemoryEstimate, Mesh,
-    NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Placement, Plan, PlanWarning, PrefetchConfig, Stage,
-    TierError, TierStats, Trace, Traffic, TrainingConfig, WrapPolicy, human_bytes,
+    Accumulate, Axis, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
+    MemoryEstimate, Mesh, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Placement, Plan, PlanWarning,
+    PrecisionConfig, PrefetchConfig, Stage, TierError, TierStats, Trace, Traffic, TrainingConfig, WrapPolicy,
+    human_bytes,
 };
 pub use fsdp_macros::Sharded;

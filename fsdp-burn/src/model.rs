@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{
     Axis, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
@@ -15,6 +15,7 @@ use crate::distribute::{Source, Stored, attach, distribute, let_go, managed, ref
 use crate::engine::{Engine, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::Offload;
+use crate::precision::Dtypes;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
 
@@ -106,16 +107,21 @@ impl<M: Module + Sharded> ShardedModel<M> {
             reduction: training.gradient_reduction,
             accumulate: training.accumulate,
             accumulation: training.gradient_accumulation,
+            precision: config.precision.clone(),
         };
-        let (dtypes, trace) = (distributed.dtypes, rank.trace().cloned());
+        let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
+        let trace = rank.trace().cloned();
         let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, offload, trace));
         for (param, stored) in distributed.stored.into_iter().enumerate() {
             match stored {
-                Stored::Here(bytes) => engine.set_stored(param, bytes),
+                Stored::Here(bytes) => engine.set_value(param, bytes),
                 Stored::Away(slot) => engine.set_block_slot(param, slot),
             }
         }
-        let module = attach(module, &managed, &engine);
+        if rank.is_main() {
+            tracing::info!("{}", engine.precision_summary());
+        }
+        let module = attach(module, &entries, &managed, &engine);
         Ok(Self { module, managed, entries: entries.into(), planned, engine })
     }
 }
@@ -163,6 +169,12 @@ impl<M: Module> ShardedModel<M> {
     }
 
     fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
+        let loss = match self.engine.scaler() {
+            // In float32, since the scale may be beyond what half precision can hold.
+            Some(scaler) if loss.dtype() == DType::F64 => loss.mul_scalar(scaler.scale()),
+            Some(scaler) => loss.cast(FloatDType::F32).mul_scalar(scaler.scale()),
+            None => loss,
+        };
         let unmanaged = self.engine.backward(items, || loss.backward())?;
         Ok(ShardedGradients { unmanaged, engine: self.engine.clone() })
     }
@@ -178,6 +190,46 @@ impl<M: Module> ShardedModel<M> {
     /// Which parameters form which unit, and how they are cut.
     pub fn plan(&self) -> &Plan {
         self.engine.plan()
+    }
+
+    /// An input in the element type that parameters are computed in (`precision.parameters`), as FSDP2 casts the inputs of
+    /// its root. Burn's operations do not mix types.
+    ///
+    /// Inputs of integers need no cast: an embedding's output has the type of its table. Costs nothing where the type is the
+    /// same.
+    pub fn cast_input<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        input.cast(float_dtype(self.engine.precision().parameters))
+    }
+
+    /// An output in `precision.output`, float32 unless the configuration says otherwise: what a loss wants.
+    ///
+    /// ```
+    /// use burn::{module::Module, nn::{Linear, LinearConfig}, tensor::{DType, Tensor}};
+    /// use fsdp_burn::{Config, Dtype, Sharded, launch};
+    ///
+    /// #[derive(Module, Debug, Sharded)]
+    /// struct Head {
+    ///     linear: Linear,
+    /// }
+    ///
+    /// let mut config = Config { world_size: 2, ..Config::default() };
+    /// config.precision.parameters = Dtype::Bf16;
+    /// let dtypes = launch(&config, |rank| {
+    ///     let device = rank.device();
+    ///     let model = rank.shard(Head { linear: LinearConfig::new(4, 2).init(&device) })?;
+    ///     let output = model.linear.forward(model.cast_input(Tensor::<2>::ones([3, 4], &device)));
+    ///     Ok((output.dtype(), model.cast_output(output).dtype()))
+    /// })?;
+    /// assert_eq!(dtypes, [(DType::BF16, DType::F32); 2]);
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn cast_output<const D: usize>(&self, output: Tensor<D>) -> Tensor<D> {
+        output.cast(float_dtype(self.engine.precision().output))
+    }
+
+    /// What the loss is multiplied with at the moment; 1 without a loss scale.
+    pub fn loss_scale(&self) -> f64 {
+        self.engine.scaler().map_or(1.0, |scaler| scaler.scale())
     }
 
     /// Logical number of parameters: what the model had before it was sharded, ignored ones left out.
@@ -197,9 +249,9 @@ impl<M: Module> ShardedModel<M> {
         self.plan().params().iter().find(has_path).map(|param| param.layout.shape())
     }
 
-    /// The unit table, with this rank's local sizes.
+    /// The unit table, with this rank's local sizes, and the element types of everything.
     pub fn summary(&self) -> String {
-        self.plan().table(self.engine.shard_index())
+        format!("{}\n{}", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
     }
 
     /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.
@@ -317,6 +369,10 @@ pub(crate) fn reduce_number(
     Ok(sum.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes))
 }
 
+fn float_dtype(dtype: Dtype) -> FloatDType {
+    host::burn_dtype(dtype).into()
+}
+
 /// Whether the model's device checkpoints. See [Note: Recompute, do not hold].
 fn checkpoints<M: Module>(module: &M) -> bool {
     let balanced = Some(GradientCheckpointingStrategy::Balanced);
@@ -326,16 +382,15 @@ fn checkpoints<M: Module>(module: &M) -> bool {
 /// Refuses what this version cannot do, before anything is sent.
 fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
     for unit in plan.units() {
-        let setting = match (&unit.overrides.precision, &unit.overrides.offload) {
-            (Some(name), _) if name != "f32" => format!("`precision = \"{name}\"`"),
-            (_, Some(tier)) if tier != "none" => format!("`offload = \"{tier}\"`"),
+        let unknown = unit.overrides.precision.iter().find(|name| !Dtype::PRECISIONS.contains(&name.as_str()));
+        let (problem, remedy) = match (unknown, &unit.overrides.offload) {
+            (Some(name), _) => (format!("`precision = \"{name}\"` is no element type"), "write f32, bf16 or f16"),
+            (_, Some(tier)) if tier != "none" => {
+                (format!("`offload = \"{tier}\"` is not available yet"), "remove it from the #[shard(...)] attribute")
+            }
             _ => continue,
         };
-        return Err(Error::Parameter {
-            parameter: unit.name.clone(),
-            problem: format!("{setting} is not available yet"),
-            remedy: "remove it from the #[shard(...)] attribute",
-        });
+        return Err(Error::Parameter { parameter: unit.name.clone(), problem, remedy });
     }
     let trainable = entries.iter().any(|entry| entry.spec.trainable && entry.is_param);
     if !trainable {

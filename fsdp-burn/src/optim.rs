@@ -30,7 +30,8 @@ pub enum StepOutcome {
         /// The global gradient norm before clipping, unless nothing asks for it (`non_finite = "propagate"`, no clipping).
         gradient_norm: Option<f64>,
     },
-    /// The global gradient norm was not finite, and nothing changed (`non_finite = "skip"`).
+    /// The global gradient norm was not finite, and nothing changed (`non_finite = "skip"`, or a dynamic loss scale that
+    /// was too large and is smaller from now on).
     Skipped {
         /// The norm.
         gradient_norm: f64,
@@ -171,22 +172,24 @@ impl ShardedOptimizer {
         engine.reduce_rest()?;
         let mut factor = engine.gradient_factor();
         let mut gradient_norm = None;
-        if self.clip_norm.is_some() || self.non_finite != NonFinite::Propagate {
+        let scales = engine.scaler().is_some_and(|scaler| scaler.is_dynamic());
+        if self.clip_norm.is_some() || self.non_finite != NonFinite::Propagate || scales {
             engine.finish_reduces()?;
             let norm = clip::global_norm(&engine, step, self.norm)? * factor;
             gradient_norm = Some(norm);
+            let overflowed = engine.overflowed(norm.is_finite());
             match self.non_finite {
                 _ if norm.is_finite() => factor *= self.clip_norm.map_or(1.0, |most| clip::coefficient(norm, most)),
-                NonFinite::Propagate => factor = f64::NAN,
-                NonFinite::Skip => {
-                    engine.discard_gradients();
-                    engine.end_step();
-                    return Ok(StepOutcome::Skipped { gradient_norm: norm });
-                }
-                NonFinite::Error => {
+                NonFinite::Propagate if !overflowed => factor = f64::NAN,
+                NonFinite::Error if !overflowed => {
                     engine.discard_gradients();
                     engine.end_step();
                     return Err(Error::NonFinite { step, norm });
+                }
+                _ => {
+                    engine.discard_gradients();
+                    engine.end_step();
+                    return Ok(StepOutcome::Skipped { gradient_norm: norm });
                 }
             }
         }
@@ -276,7 +279,7 @@ impl Work<'_> {
         }
         let module = optimizer.step(self.lr.clone(), module, gradients);
         for (param, block) in stepped.into_iter().zip(module.blocks) {
-            engine.set_stored(param, block.param.into_bytes());
+            engine.set_stepped(param, block.param.into_bytes());
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_core::ParamSpec;
 
 use crate::Error;
+use crate::lora::LORA;
 use crate::nn::HOLDS_INDICES_ONLY;
 
 /// What Burn calls its own embedding when it is visited, and every other type of that name.
@@ -23,6 +24,15 @@ pub(crate) struct Entry {
     pub(crate) is_param: bool,
     /// Index of the first entry of the same parameter, if that is another one: tied weights.
     pub(crate) tied_to: Option<usize>,
+    /// Its part in a LoRA adapter. A base comes right before its two factors.
+    pub(crate) lora: Option<LoraPart>,
+}
+
+/// See [Note: One slot for the gather and the adapter].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LoraPart {
+    Base,
+    Factor,
 }
 
 impl Entry {
@@ -34,8 +44,8 @@ impl Entry {
 /// All float parameters, in the order in which Burn traverses the model.
 ///
 /// # Errors
-/// If a parameter is reparameterized already (LoRA), since a parameter has one such slot, or if fields that share one
-/// parameter differ in shape, training or value.
+/// If a parameter is reparameterized already, other than by LoRA, since a parameter has one such slot, or if fields that
+/// share one parameter differ in shape, training or value.
 pub(crate) fn survey<M: Module>(model: &M) -> Result<Vec<Entry>, Error> {
     let mut surveyor = Surveyor::default();
     model.clone().apply_reparameterization(Mark).visit(&mut surveyor);
@@ -96,6 +106,7 @@ struct Surveyor {
     path: Vec<String>,
     /// What was entered last is a field of an embedding.
     in_embedding: bool,
+    in_adapter: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -105,6 +116,11 @@ impl ModuleVisitor for Surveyor {
         if container == "Reparameterization" {
             match self.entries.last_mut() {
                 Some(entry) if name == Marked::NAME => entry.is_param = true,
+                Some(entry) if name == LORA => {
+                    // Its own slot holds the adapter, and so no mark.
+                    (entry.is_param, entry.lora) = (true, Some(LoraPart::Base));
+                    self.in_adapter = true;
+                }
                 _ => self.foreign = self.foreign.take().or(Some((self.path.join("."), name.to_owned()))),
             }
         }
@@ -115,7 +131,8 @@ impl ModuleVisitor for Surveyor {
         self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _: &str, _: &str) {
+    fn exit_module(&mut self, name: &str, container: &str) {
+        self.in_adapter &= !(container == "Reparameterization" && name == LORA);
         self.path.pop();
     }
 
@@ -124,7 +141,8 @@ impl ModuleVisitor for Surveyor {
         let trainable = emptied(param.clone()).is_require_grad();
         let spec =
             ParamSpec { path: self.path.clone(), shape, trainable, held_by_op: self.in_embedding, also: Vec::new() };
-        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None });
+        let lora = self.in_adapter.then_some(LoraPart::Factor);
+        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None, lora });
     }
 }
 

@@ -47,6 +47,7 @@ mod config;
 mod cost;
 mod dtype;
 mod layout;
+mod loss_scale;
 mod memory;
 mod mesh;
 mod plan;
@@ -58,6 +59,7 @@ mod stage;
 pub mod testing;
 mod tier;
 mod trace;
+mod unit_state;
 
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
@@ -65,17 +67,19 @@ pub use comm::{
 };
 pub use config::{
     Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, OffloadConfig, Place,
-    Placement, PrefetchConfig, TrainingConfig, config_keys,
+    Placement, PrecisionConfig, PrefetchConfig, TrainingConfig, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use layout::ShardLayout;
+pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitState, UnitTiers, UnitTraits, WrongOrder};
+pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTiers, UnitTraits};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
+pub use unit_state::{UnitState, WrongOrder};

@@ -4,7 +4,7 @@
 //! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
 //! clock and no peers, so that every rank that is told the same answers the same.
 
-use crate::Stage;
+use crate::{Stage, UnitState};
 
 /// Index of a unit in the plan.
 pub type UnitIndex = usize;
@@ -91,73 +91,6 @@ impl UnitTiers {
     /// Whether a step has to fetch anything.
     fn any(self) -> bool {
         self.blocks || self.gradients || self.state
-    }
-}
-
-/// Where the parameters of a unit are.
-///
-/// ```text
-///            gather             arrived
-///  Sharded ----------> Gathering --------> Gathered
-///     ^                    |                   |
-///     +--------------------+-------------------+
-///                        free
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnitState {
-    /// Only this rank's block is here.
-    Sharded,
-    /// The all-gather is under way.
-    Gathering,
-    /// The whole unit is here.
-    Gathered,
-}
-
-/// A transition that the diagram of [`UnitState`] does not have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a unit that is {from:?} cannot {call}")]
-pub struct WrongOrder {
-    /// The state that refused.
-    pub from: UnitState,
-    /// What was asked of it.
-    pub call: &'static str,
-}
-
-impl UnitState {
-    /// Starts a gather.
-    ///
-    /// # Errors
-    /// If the unit is gathered or being gathered already: it would be sent twice.
-    pub fn gather(&mut self) -> Result<(), WrongOrder> {
-        match self {
-            UnitState::Sharded => *self = UnitState::Gathering,
-            _ => return Err(WrongOrder { from: *self, call: "start a gather" }),
-        }
-        Ok(())
-    }
-
-    /// The gather has arrived.
-    ///
-    /// # Errors
-    /// If none was under way.
-    pub fn arrived(&mut self) -> Result<(), WrongOrder> {
-        match self {
-            UnitState::Gathering => *self = UnitState::Gathered,
-            _ => return Err(WrongOrder { from: *self, call: "finish a gather" }),
-        }
-        Ok(())
-    }
-
-    /// Drops the gathered copy.
-    ///
-    /// # Errors
-    /// If there is none.
-    pub fn free(&mut self) -> Result<(), WrongOrder> {
-        match self {
-            UnitState::Sharded => return Err(WrongOrder { from: *self, call: "be freed" }),
-            _ => *self = UnitState::Sharded,
-        }
-        Ok(())
     }
 }
 

@@ -6,12 +6,13 @@ use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{
-    Action, CommError, Communicator, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout, SpanKind, UnitIndex,
+    Action, CommError, Communicator, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout, SpanKind,
+    UnitIndex,
 };
 
 use super::missing::{missing_gradient, present_gradient};
 use super::tiers::Reduced;
-use super::{Engine, Gathered, State};
+use super::{Engine, Gathered, State, size_bytes};
 use crate::Error;
 use crate::host::{self, cut};
 
@@ -21,12 +22,12 @@ impl Engine {
             match action {
                 Action::Gather(unit) => {
                     let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
-                    let part = |param| Ok(self.gather_part(param, self.take_stored(state, param)?));
+                    let part = |param| Ok(self.rounded_part(param, &self.take_stored(state, param)?));
                     let parts = params.into_iter().map(part).collect::<Result<Vec<_>, Error>>()?;
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
                     let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
                     state.units[unit].gathered = Gathered::UnderWay(pending);
-                    state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes);
+                    state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes.compute);
                     state.note();
                 }
                 Action::WaitGather(unit) => {
@@ -37,7 +38,7 @@ impl Engine {
                 }
                 Action::Free(unit) => {
                     if !matches!(std::mem::take(&mut state.units[unit].gathered), Gathered::No) {
-                        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes);
+                        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
                     }
                 }
                 Action::Reduce(unit) => self.start_reduce(state, unit),
@@ -46,7 +47,8 @@ impl Engine {
                     let parts: Vec<_> = self
                         .split_trainable(unit)
                         .map(|(param, spec)| {
-                            self.gather_part(param, self.to_publish(param, spec, &state.stored[param]))
+                            let block = self.to_publish(param, spec, state);
+                            self.gather_part(param, block, self.dtypes.compute[param])
                         })
                         .collect();
                     if !parts.is_empty() {
@@ -74,9 +76,19 @@ impl Engine {
         Ok(())
     }
 
+    /// The part of this rank in a gather of what the model computes with, from its block.
+    fn rounded_part(&self, param: usize, block: &Bytes) -> GatherPart {
+        let compute = self.dtypes.compute[param];
+        self.gather_part(param, host::cast(block, self.dtypes.master[param], compute), compute)
+    }
+
     /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
-    fn to_publish(&self, param: usize, spec: &PlannedParam, stored: &Bytes) -> Bytes {
-        let elem_bytes = self.dtypes[param].size_bytes();
+    fn to_publish(&self, param: usize, spec: &PlannedParam, state: &State) -> Bytes {
+        let stored = &state.stored[param];
+        if let Some(master) = &state.masters[param] {
+            return host::cast(master, self.dtypes.master[param], self.dtypes.compute[param]);
+        }
+        let elem_bytes = self.dtypes.master[param].size_bytes();
         if stored.len() == spec.layout.full_len() * elem_bytes {
             cut(stored, &spec.layout, self.shard_index, elem_bytes)
         } else {
@@ -92,15 +104,17 @@ impl Engine {
         let mut bytes = 0;
         let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
         for (param, spec) in params {
-            let local = state.local[param].take();
-            let len_bytes = spec.layout.full_len() * self.dtypes[param].size_bytes();
-            state.held.local -= if local.is_some() { len_bytes } else { 0 };
+            let (local, dtype) = (state.local[param].take(), self.dtypes.reduce[param]);
+            state.held.local -= local.as_ref().map_or(0, size_bytes);
             let full = match local {
-                Some(gradient) => present_gradient(gradient, &spec.layout, self.dtypes[param]),
-                None => missing_gradient(spec.layout.full_len(), self.dtypes[param]),
+                Some(gradient) => {
+                    let gradient = Flex::float_cast(gradient, host::burn_dtype(dtype).into());
+                    present_gradient(gradient, &spec.layout, dtype)
+                }
+                None => missing_gradient(spec.layout.full_len(), dtype),
             };
             bytes += full.len();
-            let part = |layout| ReducePart { full, layout, dtype: self.dtypes[param] };
+            let part = |layout| ReducePart { full, layout, dtype };
             if spec.is_split() {
                 split.push(part(spec.layout));
             } else {
@@ -129,6 +143,7 @@ impl Engine {
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
         for (param, new) in params.into_iter().zip(reduced) {
+            let new = host::cast(&new, self.dtypes.reduce[param], self.dtypes.master[param]);
             let sum = match self.take_reduced_of(state, param)? {
                 Some(old) => self.add(param, old, new),
                 None => new,
@@ -141,7 +156,7 @@ impl Engine {
     }
 
     fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {
-        let dtype = self.dtypes[param];
+        let dtype = self.dtypes.master[param];
         let flat = |bytes: Bytes| {
             let len = bytes.len() / dtype.size_bytes();
             host::flex_tensor(bytes, &[len], dtype)

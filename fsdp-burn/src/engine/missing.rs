@@ -16,6 +16,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{Dtype, ShardLayout};
+use half::{bf16, f16};
 
 use crate::host;
 
@@ -38,6 +39,8 @@ pub(super) fn present_gradient(gradient: FlexTensor, layout: &ShardLayout, dtype
 pub(super) fn missing_gradient(len: usize, dtype: Dtype) -> Bytes {
     host::elements(match dtype {
         Dtype::F32 => TensorData::new(vec![-0.0_f32; len], [len]),
+        Dtype::Bf16 => TensorData::new(vec![bf16::NEG_ZERO; len], [len]),
+        Dtype::F16 => TensorData::new(vec![f16::NEG_ZERO; len], [len]),
         Dtype::F64 => TensorData::new(vec![-0.0_f64; len], [len]),
     })
 }
@@ -46,6 +49,8 @@ pub(super) fn missing_gradient(len: usize, dtype: Dtype) -> Bytes {
 pub(super) fn is_missing(gradient: &Bytes, dtype: Dtype) -> bool {
     let minus_zero: &[u8] = match dtype {
         Dtype::F32 => &(-0.0_f32).to_ne_bytes(),
+        Dtype::Bf16 => &bf16::NEG_ZERO.to_ne_bytes(),
+        Dtype::F16 => &f16::NEG_ZERO.to_ne_bytes(),
         Dtype::F64 => &(-0.0_f64).to_ne_bytes(),
     };
     !gradient.is_empty() && gradient.chunks_exact(minus_zero.len()).all(|element| element == minus_zero)

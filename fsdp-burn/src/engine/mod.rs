@@ -17,11 +17,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, Flex};
+use burn::backend::{Backend, Flex, TensorMetadata};
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Accumulate, Action, Dtype, GatherPart, GradientReduction, OpTag, Pending, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
+    AbortCause, Accumulate, Action, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending, Phase, Plan,
+    PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
 };
 
 pub use observe::EngineStats;
@@ -31,6 +31,7 @@ use crate::gather_op::{Ladder, Use};
 use crate::host::{self, cut};
 use crate::links::Links;
 use crate::offload::Offload;
+use crate::precision::{Dtypes, Summary};
 use observe::{Computing, Held};
 use tiers::{Reduced, Tiers};
 
@@ -38,14 +39,15 @@ use tiers::{Reduced, Tiers};
 /// without end. Beyond it gradients still arrive, only later. See [Note: Order of backward steps].
 const MAX_RUNGS: usize = 4096;
 
-/// What the configuration says about gradients.
-#[derive(Clone, Copy, Debug)]
+/// What the configuration says.
+#[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) depth: PrefetchDepth,
     pub(crate) reduction: GradientReduction,
     pub(crate) accumulate: Accumulate,
     /// Backwards per optimizer step.
     pub(crate) accumulation: usize,
+    pub(crate) precision: PrecisionConfig,
 }
 
 /// See the module's documentation.
@@ -53,7 +55,7 @@ pub(crate) struct Engine {
     plan: Plan,
     /// Position on the shard axis.
     shard_index: usize,
-    dtypes: Vec<Dtype>,
+    dtypes: Dtypes,
     held: Vec<bool>,
     links: Links,
     settings: Settings,
@@ -67,9 +69,12 @@ struct State {
     schedule: Schedule,
     /// By parameter: this rank's block, or the whole parameter where that is resident. Empty while it lies in a tier.
     stored: Vec<Bytes>,
+    /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
+    /// with].
+    masters: Vec<Option<Bytes>>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
     local: Vec<Option<FlexTensor>>,
-    /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter.
+    /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
     reduced: Vec<Option<Reduced>>,
     units: Vec<UnitBuffers>,
     tiers: Tiers,
@@ -85,6 +90,7 @@ struct State {
     backwards: usize,
     /// Items that their losses are means over, where that was said.
     items: Option<f64>,
+    scaler: Option<LossScaler>,
     held: Held,
     computing: Option<Computing>,
     stats: EngineStats,
@@ -116,10 +122,17 @@ impl State {
         self.stored[param] = bytes;
     }
 
+    fn keep_master(&mut self, param: usize, bytes: Bytes) {
+        let old = self.masters[param].replace(bytes);
+        let new_bytes = self.masters[param].as_ref().map_or(0, Bytes::len);
+        self.held.stored = self.held.stored - old.map_or(0, |old| old.len()) + new_bytes;
+    }
+
     fn discard_gradients(&mut self) {
         self.reduced.iter_mut().for_each(|gradient| *gradient = None);
         self.local.iter_mut().for_each(|gradient| *gradient = None);
         (self.held.reduced, self.held.local) = (0, 0);
+        self.tiers.forget_gradients();
     }
 }
 
@@ -134,18 +147,19 @@ impl Engine {
     pub(crate) fn new(
         plan: Plan,
         shard_index: usize,
-        dtypes: Vec<Dtype>,
+        dtypes: Dtypes,
         links: Links,
         settings: Settings,
         offload: Offload,
         trace: Option<Arc<Trace>>,
     ) -> Self {
-        let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes), settings.depth);
+        let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute), settings.depth);
         schedule.set_tiers(&offload.unit_tiers(&plan));
         let num_params = plan.params().len();
         let state = State {
             schedule,
             stored: vec![Bytes::new(); num_params],
+            masters: vec![None; num_params],
             local: vec![None; num_params],
             reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
@@ -157,6 +171,7 @@ impl Engine {
             step: 0,
             backwards: 0,
             items: None,
+            scaler: settings.precision.resolved_loss_scale().map(LossScaler::new),
             held: Held::default(),
             computing: None,
             stats: EngineStats::default(),
@@ -178,8 +193,24 @@ impl Engine {
         &self.links
     }
 
+    /// Element type of the optimizer's view of a parameter.
     pub(crate) fn dtype(&self, param: usize) -> Dtype {
-        self.dtypes[param]
+        self.dtypes.master[param]
+    }
+
+    /// Element type of what is stored of a parameter.
+    pub(crate) fn stored_dtype(&self, param: usize) -> Dtype {
+        if self.has_master(param) { self.dtypes.compute[param] } else { self.dtypes.master[param] }
+    }
+
+    /// Element types of all parameters and the loss scale, in words.
+    pub(crate) fn precision_summary(&self) -> String {
+        Summary { dtypes: &self.dtypes, config: &self.settings.precision }.to_string()
+    }
+
+    /// Element type that outputs are cast to.
+    pub(crate) fn precision(&self) -> &PrecisionConfig {
+        &self.settings.precision
     }
 
     pub(crate) fn accumulation(&self) -> usize {
@@ -223,17 +254,76 @@ impl Engine {
         self.lock().stored[param].clone()
     }
 
-    pub(crate) fn set_stored(&self, param: usize, bytes: Bytes) {
-        self.lock().store(param, bytes);
+    /// Takes a value of the parameter: whole where it is resident, else this rank's block, in the optimizer's type.
+    pub(crate) fn set_value(&self, param: usize, value: Bytes) {
+        let mut state = self.lock();
+        if !self.has_master(param) {
+            return state.store(param, value);
+        }
+        let spec = &self.plan.params()[param];
+        let (master, compute) = (self.dtypes.master[param], self.dtypes.compute[param]);
+        state.store(param, host::cast(&value, master, compute));
+        let block = match spec.is_split() {
+            // A copy, so that the whole value can go.
+            true => Bytes::from(cut(&value, &spec.layout, self.shard_index, master.size_bytes()).to_vec()),
+            false => value,
+        };
+        state.keep_master(param, block);
+    }
+
+    /// Takes the optimizer's new view of a parameter. At stages 1 and 2 others have to be told before it can be used.
+    pub(crate) fn set_stepped(&self, param: usize, block: Bytes) {
+        let mut state = self.lock();
+        if !self.has_master(param) {
+            return state.store(param, block);
+        }
+        let stored = match self.plan.params()[param].is_split() {
+            // The whole one is on its way.
+            true => Bytes::new(),
+            false => host::cast(&block, self.dtypes.master[param], self.dtypes.compute[param]),
+        };
+        state.store(param, stored);
+        state.keep_master(param, block);
+    }
+
+    /// Whether the optimizer steps something else than what is stored. See [Note: Masters and what is computed with].
+    fn has_master(&self, param: usize) -> bool {
+        self.plan.is_resident(&self.plan.params()[param]) && self.dtypes.compute[param] != self.dtypes.master[param]
     }
 
     /// What a sum of gradients is multiplied with: one over the items or micro-batches since the last step.
     pub(crate) fn gradient_factor(&self) -> f64 {
         let state = self.lock();
+        let scale = state.scaler.map_or(1.0, |scaler| scaler.scale());
         match state.items {
-            Some(items) => 1.0 / items,
-            None if self.reduces_to_mean() => 1.0 / state.backwards as f64,
-            None => 1.0,
+            Some(items) => 1.0 / (items * scale),
+            None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
+            None => 1.0 / scale,
+        }
+    }
+
+    /// The scale of the loss, if there is one.
+    pub(crate) fn scaler(&self) -> Option<LossScaler> {
+        self.lock().scaler
+    }
+
+    /// Goes on from a noted scale of the loss.
+    pub(crate) fn restore_scale(&self, scale: f64, good_steps: u32) {
+        if let Some(scaler) = &mut self.lock().scaler {
+            scaler.restore(scale, good_steps);
+        }
+    }
+
+    /// Tells the loss scale whether the gradients of this step are finite; returns whether they are not because the scale
+    /// was too large. All ranks see the same norm, so they answer the same.
+    pub(crate) fn overflowed(&self, finite: bool) -> bool {
+        match &mut self.lock().scaler {
+            Some(scaler) if finite => {
+                scaler.stepped();
+                false
+            }
+            Some(scaler) => scaler.overflowed(),
+            None => false,
         }
     }
 
@@ -369,9 +459,13 @@ impl Engine {
     /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
     pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
-        let stored = self.take_stored(&mut self.lock(), param)?;
+        let mut state = self.lock();
+        if let Some(master) = &state.masters[param] {
+            return Ok(master.clone());
+        }
+        let stored = self.take_stored(&mut state, param)?;
         if spec.is_split() && self.plan.is_resident(spec) {
-            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes[param].size_bytes()))
+            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
         } else {
             Ok(stored)
         }
@@ -383,15 +477,16 @@ impl Engine {
         if spec.is_split() { spec.layout.shard_shape(self.shard_index) } else { spec.layout.shape().to_vec() }
     }
 
-    /// Gathers one parameter outside of forward and backward, in whole. All ranks of the shard axis make the call.
+    /// Gathers one parameter outside of forward and backward, in whole and in the optimizer's type. All ranks of the shard
+    /// axis make the call.
     pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
-        let stored = self.take_stored(&mut self.lock(), param)?;
-        if self.plan.is_resident(spec) {
-            return Ok(stored);
+        if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
+            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
         }
         let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
-        let mut full = self.links.control_shard.all_gather(&tag, &[self.gather_part(param, stored)])?;
+        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
+        let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
         full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
     }
 
@@ -432,7 +527,7 @@ impl Engine {
         let position = self.cut_params(spec.unit).position(|(other, _)| other == param);
         match (&state.units[spec.unit].gathered, position) {
             (Gathered::Yes(full), Some(position)) => {
-                Ok(host::flex_tensor(full[position].clone(), spec.layout.shape(), self.dtypes[param]))
+                Ok(host::flex_tensor(full[position].clone(), spec.layout.shape(), self.dtypes.compute[param]))
             }
             _ => unreachable!("the schedule has gathered unit {} before it is used", spec.unit),
         }
@@ -464,14 +559,15 @@ impl Engine {
             ));
         }
         if !state.void {
-            let bytes = self.plan.params()[param].layout.full_len() * self.dtypes[param].size_bytes();
             let sum = match state.local[param].take() {
-                Some(sum) => Flex::float_add(sum, gradient),
-                None => {
-                    state.held.local += bytes;
-                    gradient
+                Some(sum) => {
+                    state.held.local -= size_bytes(&sum);
+                    let dtype = host::burn_dtype(self.dtypes.master[param]).into();
+                    Flex::float_add(Flex::float_cast(sum, dtype), Flex::float_cast(gradient, dtype))
                 }
+                None => gradient,
             };
+            state.held.local += size_bytes(&sum);
             state.local[param] = Some(sum);
             state.note();
         }
@@ -514,9 +610,9 @@ impl Engine {
         Ok(agreed.as_chunks::<8>().0.iter().map(unit).collect())
     }
 
-    fn gather_part(&self, param: usize, shard: Bytes) -> GatherPart {
+    fn gather_part(&self, param: usize, shard: Bytes, dtype: Dtype) -> GatherPart {
         let layout = self.plan.params()[param].layout.clone();
-        GatherPart { shard, layout, elem_bytes: self.dtypes[param].size_bytes() }
+        GatherPart { shard, layout, elem_bytes: dtype.size_bytes() }
     }
 
     fn tag(&self, state: &State, phase: Phase, unit: UnitIndex) -> OpTag {
@@ -557,4 +653,9 @@ impl Engine {
         }
         std::panic::resume_unwind(Box::new(EngineFailed(error)))
     }
+}
+
+/// Size of a tensor's elements, in bytes.
+fn size_bytes(tensor: &FlexTensor) -> usize {
+    tensor.shape().num_elements() * tensor.dtype().size()
 }

@@ -72,7 +72,8 @@ impl Engine {
         *waited += timing.blocked;
         stats.communication += timing.finished.duration_since(timing.started);
         self.record(state, kind, unit, (timing.started, timing.finished), |span| {
-            let elem_bytes = |param: usize| self.dtypes[param].size_bytes();
+            let dtypes = if kind == SpanKind::Reduce { &self.dtypes.reduce } else { &self.dtypes.compute };
+            let elem_bytes = |param: usize| dtypes[param].size_bytes();
             let bytes = |(param, spec): (usize, &PlannedParam)| spec.layout.full_len() * elem_bytes(param);
             span.bytes = self.params_of(unit).map(bytes).sum::<usize>() as u64;
             span.stream = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };

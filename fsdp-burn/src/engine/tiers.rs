@@ -53,6 +53,11 @@ impl Tiers {
             writing_gradients: None,
         }
     }
+
+    /// Gives up reads of gradients that nobody wants any more.
+    pub(super) fn forget_gradients(&mut self) {
+        self.reading_gradients.iter_mut().for_each(|reading| *reading = None);
+    }
 }
 
 impl Engine {
@@ -162,7 +167,8 @@ impl Engine {
             let tier = self.tier()?;
             let slot = reserved(&mut state.tiers.gradient_slots[param], tier, bytes.len())?;
             state.held.reduced -= bytes.len();
-            let is_missing = is_missing(&bytes, self.dtypes[param]);
+            state.tiers.reading_gradients[param] = None;
+            let is_missing = is_missing(&bytes, self.dtypes.master[param]);
             state.reduced[param] = Some(Reduced::Away { is_missing });
             let len_bytes = bytes.len() as u64;
             state.tiers.writing[unit].push((tier.write(slot, bytes), len_bytes));
@@ -201,7 +207,7 @@ impl Engine {
             (state.reduced[param], state.tiers.reading_gradients[param]) = (None, None);
         }
         let gradient = self.take_reduced_of(&mut state, param)?;
-        Ok(gradient.filter(|gradient| !is_missing(gradient, self.dtypes[param])))
+        Ok(gradient.filter(|gradient| !is_missing(gradient, self.dtypes.master[param])))
     }
 
     /// Looks at the reduced gradient of every trainable parameter, in plan order. Those on the disk are read one ahead.

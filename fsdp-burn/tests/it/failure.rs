@@ -10,13 +10,13 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
-use burn::module::{Lora, Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, Param, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{CommError, Config, Error, Rank, Sharded, Stage, launch};
 
 use crate::common::models::{Mlp, Trial, rows};
-use crate::common::run::{BATCH, Optimizer, SEED, config, seeded, share, start};
+use crate::common::run::{BATCH, Optimizer, config, share, start};
 
 /// For tests that wait for the time limit. All others keep a long one, which nobody may have to wait for.
 fn impatient(stage: Stage, world_size: usize) -> Config {
@@ -259,16 +259,36 @@ fn pair(device: &Device) -> Pair {
     Pair { a: linear(), b: linear() }
 }
 
+/// Something of the user's own in the slot.
+#[derive(Module, Debug)]
+struct Halved {}
+
+impl Reparameterization for Halved {
+    const NAME: &'static str = "halved";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        base * 0.5
+    }
+}
+
+struct Halve;
+
+impl Reparameterizer for Halve {
+    type Reparam = Halved;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Halved>) {
+        (param, Some(Halved {}))
+    }
+}
+
 #[test]
-fn a_model_with_adapters_is_refused_by_name() {
+fn a_model_with_another_reparameterization_than_lora_is_refused_by_name() {
     let error = failure(config(Stage::Parameters, 2), |rank| {
-        let device = rank.device();
-        let adapted = {
-            // Adapters are initialised at once, on every rank.
-            let _turn = seeded(&device, SEED);
-            pair(&device).apply_lora(Lora::new(2, 4.0))
-        };
-        rank.shard(adapted).map(|_| ())
+        rank.shard(pair(&rank.device()).apply_reparameterization(Halve)).map(|_| ())
     });
     assert_contains(&error, &["`a.weight`", "reparameterization", "shard the plain model"]);
 }
@@ -286,12 +306,6 @@ fn a_run_without_ranks_is_refused() {
 }
 
 #[derive(Module, Debug, Sharded)]
-struct HalfPrecision {
-    #[shard(unit, precision = "bf16")]
-    a: Linear,
-}
-
-#[derive(Module, Debug, Sharded)]
 struct Offloaded {
     #[shard(unit, offload = "cpu")]
     a: Linear,
@@ -300,9 +314,6 @@ struct Offloaded {
 #[test]
 fn settings_of_units_that_are_not_there_yet_are_refused_by_name() {
     let a = |rank: &Rank| LinearConfig::new(4, 4).init(&rank.device());
-    let error =
-        failure(config(Stage::Parameters, 2), move |rank| rank.shard(HalfPrecision { a: a(&rank) }).map(|_| ()));
-    assert_contains(&error, &["`a`", "precision = \"bf16\"", "not available yet"]);
     let error = failure(config(Stage::Parameters, 2), move |rank| rank.shard(Offloaded { a: a(&rank) }).map(|_| ()));
     assert_contains(&error, &["`a`", "offload = \"cpu\"", "not available yet"]);
 }

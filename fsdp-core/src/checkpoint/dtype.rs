@@ -100,6 +100,8 @@ impl From<Dtype> for StoredDtype {
     fn from(dtype: Dtype) -> Self {
         match dtype {
             Dtype::F32 => StoredDtype::F32,
+            Dtype::Bf16 => StoredDtype::Bf16,
+            Dtype::F16 => StoredDtype::F16,
             Dtype::F64 => StoredDtype::F64,
         }
     }

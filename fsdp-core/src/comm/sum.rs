@@ -3,12 +3,16 @@
 use std::mem::MaybeUninit;
 use std::ops::{Add, Mul};
 
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
 use crate::Dtype;
 
 use super::Reduce;
 use super::shared::PIECE_BYTES;
 
-/// Writes `scale * ((s0 + s1) + s2 ...)` over `target` and returns it, initialised.
+/// Writes `scale * ((s0 + s1) + s2 ...)` over `target` and returns it, initialised. Two-byte types are added and scaled in
+/// float32, and rounded once.
 ///
 /// Sources and target have the same length, at most [`PIECE_BYTES`], and need not be aligned. There is at least one
 /// source.
@@ -19,6 +23,8 @@ pub(crate) fn write_sum<'a, 's>(
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
     match dtype {
+        Dtype::Bf16 => write_half_sum_of::<bf16>(sources, reduce.scale as f32, target),
+        Dtype::F16 => write_half_sum_of::<f16>(sources, reduce.scale as f32, target),
         Dtype::F32 => write_sum_of::<f32, 4, { PIECE_BYTES / 4 }>(sources, reduce.scale as f32, target),
         Dtype::F64 => write_sum_of::<f64, 8, { PIECE_BYTES / 8 }>(sources, reduce.scale, target),
     }
@@ -88,6 +94,63 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
     target.write_copy_of_slice(sums.as_flattened())
 }
 
+/// A type of two bytes.
+trait Half: Copy {
+    const ZERO: Self;
+    fn from_bytes(bytes: [u8; 2]) -> Self;
+    fn to_bytes(self) -> [u8; 2];
+}
+
+impl Half for bf16 {
+    const ZERO: Self = bf16::ZERO;
+    fn from_bytes(bytes: [u8; 2]) -> Self {
+        bf16::from_ne_bytes(bytes)
+    }
+    fn to_bytes(self) -> [u8; 2] {
+        self.to_ne_bytes()
+    }
+}
+
+impl Half for f16 {
+    const ZERO: Self = f16::ZERO;
+    fn from_bytes(bytes: [u8; 2]) -> Self {
+        f16::from_ne_bytes(bytes)
+    }
+    fn to_bytes(self) -> [u8; 2] {
+        self.to_ne_bytes()
+    }
+}
+
+const HALVES: usize = PIECE_BYTES / 2;
+
+fn write_half_sum_of<'a, 's, T: Half>(
+    mut sources: impl Iterator<Item = &'s [u8]>,
+    scale: f32,
+    target: &'a mut [MaybeUninit<u8>],
+) -> &'a mut [u8]
+where
+    [T]: HalfFloatSliceExt,
+{
+    let len = target.len() / 2;
+    let (mut halves, mut values, mut sums) = ([T::ZERO; HALVES], [0.0; HALVES], [0.0_f32; HALVES]);
+    let (halves, values, sums) = (&mut halves[..len], &mut values[..len], &mut sums[..len]);
+    let load = |source: &[u8], halves: &mut [T], into: &mut [f32]| {
+        let bytes = elements::<2>(source, 2 * len);
+        halves.iter_mut().zip(bytes).for_each(|(half, &bytes)| *half = T::from_bytes(bytes));
+        halves.convert_to_f32_slice(into);
+    };
+    load(sources.next().expect("a sum has at least one rank"), halves, sums);
+    for source in sources {
+        load(source, halves, values);
+        sums.iter_mut().zip(values.iter()).for_each(|(sum, value)| *sum += value);
+    }
+    sums.iter_mut().for_each(|sum| *sum *= scale);
+    halves.convert_from_f32_slice(sums);
+    let mut bytes = [[0; 2]; HALVES];
+    bytes.iter_mut().zip(halves.iter()).for_each(|(bytes, half)| *bytes = half.to_bytes());
+    target.write_copy_of_slice(bytes[..len].as_flattened())
+}
+
 fn elements<const BYTES: usize>(source: &[u8], expected_bytes: usize) -> &[[u8; BYTES]] {
     assert_eq!(source.len(), expected_bytes, "every rank's range has the same length");
     source.as_chunks().0
@@ -123,6 +186,26 @@ mod tests {
         let five = [0.1_f32, 0.2, 0.3, 0.4, 0.5];
         let expected = five.into_iter().skip(1).fold(five[0], |sum, value| sum + value) * third;
         assert_eq!(sum_f32(&five.map(|value| vec![value]), 1.0 / 3.0), [expected]);
+    }
+
+    fn sum_halves<T: Half>(dtype: Dtype, sources: &[T], scale: f64) -> T {
+        let bytes: Vec<[u8; 2]> = sources.iter().map(|value| value.to_bytes()).collect();
+        let mut target = vec![MaybeUninit::uninit(); 2];
+        let written = write_sum(dtype, bytes.iter().map(<[u8; 2]>::as_slice), Reduce { scale }, &mut target);
+        T::from_bytes([written[0], written[1]])
+    }
+
+    #[test]
+    fn half_precision_is_added_in_float32_and_rounded_once() {
+        // In bf16 itself 256 + 1 stays 256, however often.
+        let sources = [[256.0].as_slice(), &[1.0; 8]].concat();
+        let halves: Vec<_> = sources.iter().map(|&value| bf16::from_f32(value)).collect();
+        assert_eq!(sum_halves(Dtype::Bf16, &halves, 1.0).to_f32(), 264.0);
+        // A sum beyond the range of f16 whose mean is within.
+        let halves = [f16::from_f32(60000.0); 4];
+        assert_eq!(sum_halves(Dtype::F16, &halves, 0.25), halves[0]);
+        assert_eq!(sum_halves(Dtype::F16, &halves, 1.0), f16::INFINITY);
+        assert_eq!(sum_halves(Dtype::Bf16, &[bf16::from_f32(-0.0); 3], 1.0).to_bits(), bf16::NEG_ZERO.to_bits());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::choice::{Accumulate, GradientReduction, NonFinite};
 use super::offload::Placement;
 use super::{Config, print};
-use crate::{Mesh, Stage};
+use crate::{Dtype, LossScale, Mesh, Stage};
 
 /// One key. [`config_keys`] lists them all.
 #[derive(Debug)]
@@ -30,6 +30,8 @@ pub(super) enum Kind {
     Number { min: f64, max: f64, unit: &'static str, get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// A positive finite number, or nothing.
     OptionalPositive { get: fn(&Config) -> Option<f64>, set: fn(&mut Config, Option<f64>) },
+    /// A positive finite number, or the text "dynamic", or nothing.
+    OptionalScale { get: fn(&Config) -> Option<LossScale>, set: fn(&mut Config, Option<LossScale>) },
     /// The order of a norm: a number of at least 1, or the text "inf".
     NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
@@ -58,6 +60,9 @@ impl ConfigKey {
             Kind::Number { min, max, unit, .. } => format!("a number from {min} to {max:e} {unit}"),
             Kind::OptionalInteger { min, .. } => format!("an integer of at least {min}; leave the key out for none"),
             Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
+            Kind::OptionalScale { .. } => {
+                "\"dynamic\" or a positive finite number; leave the key out for the default".to_owned()
+            }
             Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
             Kind::Flag { .. } => "true or false".to_owned(),
@@ -187,6 +192,53 @@ static KEYS: &[ConfigKey] = &[
             min: 1,
             get: |config| config.prefetch.max_bytes,
             set: |config, bytes| config.prefetch.max_bytes = bytes,
+        },
+    },
+    ConfigKey {
+        table: "precision",
+        name: "parameters",
+        meaning: "Element type in which float32 parameters are gathered and computed with; `#[shard(precision)]` sets it \
+                  for one unit. The parameters themselves and the optimizer's state stay float32.",
+        cost: "\"bf16\" and \"f16\" halve what gathers send and hold, and activations. Below stage 3 parameters are held \
+               twice, and the float32 ones are sharded as the optimizer's state is.",
+        kind: Kind::Choice {
+            names: Dtype::PRECISIONS,
+            get: |config| config.precision.parameters as usize,
+            set: |config, index| config.precision.parameters = Dtype::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "precision",
+        name: "reduce",
+        meaning: "Element type in which gradients are sent. They are added up, over ranks and micro-batches, in float32.",
+        cost: "\"bf16\" and \"f16\" halve what reductions send, and round each rank's gradient.",
+        kind: Kind::Choice {
+            names: Dtype::PRECISIONS,
+            get: |config| config.precision.reduce as usize,
+            set: |config, index| config.precision.reduce = Dtype::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "precision",
+        name: "output",
+        meaning: "Element type that `ShardedModel::cast_output` gives the model's output, for a loss in full precision.",
+        cost: "None.",
+        kind: Kind::Choice {
+            names: Dtype::PRECISIONS,
+            get: |config| config.precision.output as usize,
+            set: |config, index| config.precision.output = Dtype::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "precision",
+        name: "loss_scale",
+        meaning: "What the loss is multiplied with before backward, and gradients divided by after it. \"dynamic\" begins \
+                  with 65536, skips a step whose gradients overflow and halves. Not set: \"dynamic\" where `parameters` \
+                  or `reduce` is \"f16\", else none.",
+        cost: "\"dynamic\" needs the global norm, as clipping does, so no unit is stepped before all are reduced.",
+        kind: Kind::OptionalScale {
+            get: |config| config.precision.loss_scale,
+            set: |config, scale| config.precision.loss_scale = scale,
         },
     },
     ConfigKey {
@@ -351,14 +403,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_of_a_table_stand_together_and_names_are_unique() {
+    fn keys_of_a_table_stand_together_and_paths_are_unique() {
         let mut tables: Vec<_> = KEYS.iter().map(|key| key.table).collect();
         tables.dedup();
-        assert_eq!(tables, ["", "prefetch", "training", "offload"]);
-        let mut names: Vec<_> = KEYS.iter().map(|key| key.name).collect();
-        names.sort_unstable();
-        names.dedup();
-        assert_eq!(names.len(), KEYS.len(), "a misplaced key is found by its name alone");
+        assert_eq!(tables, ["", "prefetch", "precision", "training", "offload"]);
+        let mut paths: Vec<_> = KEYS.iter().map(ConfigKey::path).collect();
+        paths.sort_unstable();
+        paths.dedup();
+        assert_eq!(paths.len(), KEYS.len());
     }
 
     #[test]
@@ -374,6 +426,7 @@ mod tests {
                 "mesh",
                 "seed",
                 "prefetch.max_bytes",
+                "precision.loss_scale",
                 "training.gradient_clip_norm",
                 "training.gradient_clip_value",
                 "offload.nvme_path"

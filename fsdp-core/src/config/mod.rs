@@ -20,7 +20,7 @@ pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 pub use offload::{OffloadConfig, Placement};
 
-use crate::{Mesh, Stage};
+use crate::{Dtype, LossScale, Mesh, Stage};
 
 /// How a run is sharded, and how it trains. [`config_keys`] explains every key of the file.
 ///
@@ -58,6 +58,8 @@ pub struct Config {
     pub seed: Option<usize>,
     /// Gathers ahead of use.
     pub prefetch: PrefetchConfig,
+    /// Element types.
+    pub precision: PrecisionConfig,
     /// What happens to gradients.
     pub training: TrainingConfig,
     /// What lies below the device's memory.
@@ -74,6 +76,21 @@ pub struct PrefetchConfig {
     /// No unit is gathered ahead where all that are gathered would be larger than this, in bytes. Default: `None`, no
     /// limit.
     pub max_bytes: Option<usize>,
+}
+
+/// In which element types a model computes and communicates. Parameters of float32 keep their values, and the optimizer its
+/// state, in float32 whatever is set here; those of float64 are left alone. Names of FSDP2's `MixedPrecisionPolicy`:
+/// `param_dtype`, `reduce_dtype`, `output_dtype`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PrecisionConfig {
+    /// What parameters are gathered in and computed with. Default: float32.
+    pub parameters: Dtype,
+    /// What gradients are sent in; they are added up in float32. Default: float32.
+    pub reduce: Dtype,
+    /// What `ShardedModel::cast_output` makes of a model's output. Default: float32.
+    pub output: Dtype,
+    /// How the loss is scaled. Default: `None`, dynamic where `parameters` or `reduce` is f16, else not at all.
+    pub loss_scale: Option<LossScale>,
 }
 
 /// What happens to gradients between backward and the optimizer's update.
@@ -105,6 +122,7 @@ impl Default for Config {
             threads_per_rank: 0,
             seed: None,
             prefetch: PrefetchConfig::default(),
+            precision: PrecisionConfig::default(),
             training: TrainingConfig::default(),
             offload: OffloadConfig::default(),
         }
@@ -114,6 +132,20 @@ impl Default for Config {
 impl Default for PrefetchConfig {
     fn default() -> Self {
         Self { forward: 1, backward: 1, max_bytes: None }
+    }
+}
+
+impl Default for PrecisionConfig {
+    fn default() -> Self {
+        Self { parameters: Dtype::F32, reduce: Dtype::F32, output: Dtype::F32, loss_scale: None }
+    }
+}
+
+impl PrecisionConfig {
+    /// [`PrecisionConfig::loss_scale`], or what stands in for it.
+    pub fn resolved_loss_scale(&self) -> Option<LossScale> {
+        let is_half = self.parameters == Dtype::F16 || self.reduce == Dtype::F16;
+        self.loss_scale.or(is_half.then_some(LossScale::Dynamic))
     }
 }
 
@@ -243,6 +275,7 @@ mod tests {
             threads_per_rank = 2
             seed = 0
             prefetch = { forward = 0, backward = 3, max_bytes = 65_536 }
+            precision = { parameters = "f16", reduce = "bf16", output = "bf16", loss_scale = 128 }
             [training]
             gradient_accumulation = 4
             accumulate = "local"
@@ -261,6 +294,7 @@ mod tests {
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
+            "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
                          "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"},
             "offload": {"optimizer": {"nvme": 0.75, "cpu": 0.25}, "gradients": "cpu", "nvme_path": "/nvme/run \"1\"",
@@ -274,6 +308,12 @@ mod tests {
             threads_per_rank: 2,
             seed: Some(0),
             prefetch: PrefetchConfig { forward: 0, backward: 3, max_bytes: Some(65_536) },
+            precision: PrecisionConfig {
+                parameters: Dtype::F16,
+                reduce: Dtype::Bf16,
+                output: Dtype::Bf16,
+                loss_scale: Some(LossScale::Fixed(128.0)),
+            },
             training: TrainingConfig {
                 gradient_accumulation: 4,
                 accumulate: Accumulate::Local,
@@ -377,6 +417,10 @@ mod tests {
             seed in proptest::option::of(0..1usize << 62),
             (forward, backward) in (0..10usize, 0..10usize),
             max_bytes in proptest::option::of(1..1usize << 40),
+            (parameters, reduce, output) in (0..3usize, 0..3usize, 0..3usize),
+            loss_scale in proptest::option::of(prop_oneof![
+                Just(LossScale::Dynamic), (1e-30..1e30f64).prop_map(LossScale::Fixed)
+            ]),
             gradient_accumulation in 1..100usize,
             (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
             (clipping, most) in (0..3u8, 1e-30..1e30f64),
@@ -399,6 +443,12 @@ mod tests {
                 threads_per_rank,
                 seed,
                 prefetch: PrefetchConfig { forward, backward, max_bytes },
+                precision: PrecisionConfig {
+                    parameters: Dtype::ALL[parameters],
+                    reduce: Dtype::ALL[reduce],
+                    output: Dtype::ALL[output],
+                    loss_scale,
+                },
                 training: TrainingConfig {
                     gradient_accumulation,
                     accumulate: Accumulate::ALL[accumulate],

@@ -2,6 +2,7 @@
 
 use super::Config;
 use super::keys::{Kind, config_keys};
+use crate::LossScale;
 
 /// Every key with its explanation and its value; see [`Config::to_toml`].
 pub(super) fn to_toml(config: &Config) -> String {
@@ -46,11 +47,15 @@ pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
         // Debug keeps the point or the exponent, which make it a TOML float, and all digits.
         Kind::Number { get, .. } => Some(format!("{:?}", get(config))),
         Kind::OptionalPositive { get, .. } => get(config).map(|number| format!("{number:?}")),
+        Kind::OptionalScale { get, .. } => get(config).map(|scale| match scale {
+            LossScale::Dynamic => "\"dynamic\"".to_owned(),
+            LossScale::Fixed(scale) => format!("{scale:?}"),
+        }),
         Kind::NormOrder { get, .. } => match get(config) {
             order if order.is_infinite() => Some("\"inf\"".to_owned()),
             order => Some(format!("{order:?}")),
         },
-        Kind::Choice { names, get, .. } => Some(format!("\"{}\"", names[get(config)])),
+        Kind::Choice { names, get, .. } => names.get(get(config)).map(|name| format!("\"{name}\"")),
         Kind::Flag { get, .. } => Some(get(config).to_string()),
         Kind::OptionalPath { get, .. } => get(config).map(|path| toml::Value::from(path).to_string()),
         Kind::Tiers { get, .. } => {
@@ -89,6 +94,11 @@ threads_per_rank = 0
 forward = 1
 backward = 1
 # max_bytes is not set
+[precision]
+parameters = "f32"
+reduce = "f32"
+output = "f32"
+# loss_scale is not set
 [training]
 gradient_accumulation = 1
 accumulate = "reduced"

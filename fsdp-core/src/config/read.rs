@@ -6,7 +6,7 @@ use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
 use super::offload::Placement;
 use super::tree::{Entry, Value};
-use crate::{Axis, Mesh};
+use crate::{Axis, LossScale, Mesh};
 
 /// Reads the entries of the whole text, in its order, then checks what only all keys together can show.
 pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigError> {
@@ -80,6 +80,10 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             None => return Ok(()),
         },
         Kind::NormOrder { get, .. } => (get(config) >= 1.0, format!("{:?}", get(config))),
+        Kind::OptionalScale { get, .. } => match get(config) {
+            Some(LossScale::Fixed(scale)) => (scale.is_finite() && scale > 0.0, format!("{scale:?}")),
+            Some(LossScale::Dynamic) | None => return Ok(()),
+        },
         Kind::OptionalPath { get, .. } => match get(config) {
             Some(path) => (!path.is_empty(), format!("{path:?}")),
             None => return Ok(()),
@@ -88,8 +92,10 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             let Placement { cpu, nvme } = get(config);
             (get(config).is_valid(), format!("{{ cpu = {cpu:?}, nvme = {nvme:?} }}"))
         }
-        // The types of these fields hold nothing but valid values.
-        Kind::Choice { .. } | Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
+        // An element type that no precision can be set to is beyond the names.
+        Kind::Choice { names, get, .. } => (get(config) < names.len(), "another type".to_owned()),
+        // These are valid since they were made.
+        Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
     };
     if valid { Ok(()) } else { Err(out_of_range(at(), key.path(), key.allowed(), got)) }
 }
@@ -159,6 +165,15 @@ impl Reader<'_> {
             (Kind::OptionalPositive { set, .. }, Value::Number(number)) => set(&mut self.config, Some(number)),
             (Kind::OptionalPositive { set, .. }, Value::Integer(integer)) => {
                 set(&mut self.config, Some(integer as f64));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Number(scale)) => {
+                set(&mut self.config, Some(LossScale::Fixed(scale)));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Integer(scale)) => {
+                set(&mut self.config, Some(LossScale::Fixed(scale as f64)));
+            }
+            (Kind::OptionalScale { set, .. }, Value::Text(name)) if name == "dynamic" => {
+                set(&mut self.config, Some(LossScale::Dynamic));
             }
             (Kind::NormOrder { set, .. }, Value::Number(order)) => set(&mut self.config, order),
             (Kind::NormOrder { set, .. }, Value::Integer(order)) => set(&mut self.config, order as f64),
@@ -253,7 +268,9 @@ impl Reader<'_> {
     /// The error for a key that is in no table, or in another.
     fn no_such_key(&self, table: &str, entry: Entry) -> ConfigError {
         let at = self.at(entry.key_place);
-        if let Some(key) = config_keys().iter().find(|key| key.name == entry.key) {
+        // A name that is in several tables is only suggested.
+        let mut named = config_keys().iter().filter(|key| key.name == entry.key);
+        if let (Some(key), None) = (named.next(), named.next()) {
             return ConfigError::MisplacedKey { at, key: entry.key, table: key.table };
         }
         let known = names_in(table);
@@ -313,7 +330,7 @@ mod tests {
         assert_eq!(
             refusal("[schedule]\nlr = 1"),
             "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
-             `threads_per_rank`, `seed`, `prefetch`, `training`, `offload`"
+             `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(

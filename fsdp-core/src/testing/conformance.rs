@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use bytes::Bytes;
+use half::{bf16, f16};
 
 use super::run_ranks_on;
 use crate::{
@@ -185,7 +186,7 @@ fn many_operations_in_a_row_agree_with_the_reference(comm: &Arc<dyn Communicator
         let shape: Vec<usize> = (0..random.below(4)).map(|_| random.below(7)).collect();
         let layout = ShardLayout::new(&shape, random.below(shape.len().max(1)), world_size);
         let root = random.below(world_size);
-        let dtype = if random.below(2) == 0 { Dtype::F32 } else { Dtype::F64 };
+        let dtype = Dtype::ALL[random.below(Dtype::ALL.len())];
         match random.below(5) {
             0 => check_broadcast(&**comm, step, root, random.below(50))?,
             1 => check_scatter(&**comm, step, root, &layout, 1 + random.below(8))?,
@@ -431,6 +432,15 @@ fn reference_sum(len: usize, dtype: Dtype, step: usize, world_size: usize, reduc
                 f64::from(sum.unwrap_or(0.0) * reduce.scale as f32)
             }
             Dtype::F64 => column.reduce(|sum, number| sum + number).unwrap_or(0.0) * reduce.scale,
+            // Added in float32.
+            Dtype::Bf16 | Dtype::F16 => {
+                let rounded = column.map(|number| match dtype {
+                    Dtype::Bf16 => bf16::from_f32(number as f32).to_f32(),
+                    _ => f16::from_f32(number as f32).to_f32(),
+                });
+                let sum = rounded.reduce(|sum, number| sum + number);
+                f64::from(sum.unwrap_or(0.0) * reduce.scale as f32)
+            }
         }
     };
     (0..len).flat_map(|_| encode(sum(), dtype)).collect()
@@ -447,6 +457,8 @@ fn numbers(len: usize, step: usize, rank: usize) -> impl Iterator<Item = f64> {
 fn encode(number: f64, dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => (number as f32).to_ne_bytes().to_vec(),
+        Dtype::Bf16 => bf16::from_f32(number as f32).to_ne_bytes().to_vec(),
+        Dtype::F16 => f16::from_f32(number as f32).to_ne_bytes().to_vec(),
         Dtype::F64 => number.to_ne_bytes().to_vec(),
     }
 }

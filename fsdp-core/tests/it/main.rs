@@ -10,6 +10,7 @@ mod checkpoint_state;
 mod conformance;
 mod failure;
 mod schedule;
+mod schedule_property;
 mod schedule_tiers;
 mod stream;
 mod streamed;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{CrossEntropyLossConfig, MseLoss, Reduction};
 use burn::nn::pool::{AvgPool2d, AvgPool2dConfig};
@@ -13,13 +13,13 @@ use burn::nn::{
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use fsdp_burn::{Sharded, recompute};
 
 use super::run::BATCH;
 
 /// A model with data of its own, so that one test fits all models.
-pub(crate) trait Trial: Module + Sharded + 'static {
+pub(crate) trait Trial: Module + ModuleDisplay + Sharded + 'static {
     /// Builds the model, lazily initialised.
     fn build(device: &Device) -> Self;
     /// The mean loss over some samples of a batch.
@@ -222,7 +222,8 @@ impl Gpt {
             x = forward(block, x);
         }
         let logits = self.head.forward(self.norm.forward(x)).reshape([num_samples * CONTEXT, VOCABULARY]);
-        CrossEntropyLossConfig::new().init(device).forward(logits, targets)
+        // The loss is in full precision whatever the model computes in.
+        CrossEntropyLossConfig::new().init(device).forward(logits.cast(FloatDType::F32), targets)
     }
 }
 

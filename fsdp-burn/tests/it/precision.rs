@@ -1,0 +1,257 @@
+//! Half precision: what is computed in it, what stays in float32, and what an overflow does.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, FloatDType, Gradients, Tensor};
+use fsdp_burn::{
+    Accumulate, Config, Dtype, Error, LossScale, NonFinite, OpKind, PrecisionConfig, Sharded, Stage, StepOutcome,
+    TrainingConfig, launch,
+};
+
+use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
+use crate::common::run::{
+    BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, sharded,
+    share, start, weights,
+};
+
+fn half(stage: Stage, world_size: usize, parameters: Dtype) -> Config {
+    // No scale that changes, so that plain training can do the same.
+    let loss_scale = (parameters == Dtype::F16).then_some(LossScale::Fixed(256.0));
+    let precision = PrecisionConfig { parameters, loss_scale, ..PrecisionConfig::default() };
+    Config { precision, ..config(stage, world_size) }
+}
+
+/// Rounds the parameters of a model.
+struct Round(FloatDType);
+
+impl ModuleMapper for Round {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, value) = (param.id, param.val());
+        let rounded = Tensor::from_data(value.to_data(), (&value.device(), self.0.into()));
+        Param::initialized(id, rounded.require_grad())
+    }
+}
+
+/// The gradients of a model in float32, multiplied by a factor.
+struct Widen<'a> {
+    gradients: &'a Gradients,
+    factor: f64,
+    all: GradientsParams,
+}
+
+impl ModuleVisitor for Widen<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(gradient) = param.val().grad(self.gradients) {
+            self.all.register(param.id, gradient.cast(FloatDType::F32).mul_scalar(self.factor));
+        }
+    }
+}
+
+/// Mixed precision by hand, on one device: float32 masters, rounded for each forward.
+fn plain<M: Trial>(dtype: FloatDType, scale: f64, optimizer: Optimizer) -> Outcome {
+    let (mut model, device) = plain_model::<M>();
+    let mut optim = optimizer.build();
+    let mut outcome = Outcome::default();
+    for batch in 0..STEPS {
+        let rounded = model.clone().map(&mut Round(dtype));
+        let loss = rounded.loss(batch, 0..BATCH, &device);
+        outcome.losses.push(scalar(&loss));
+        let gradients = loss.mul_scalar(scale).backward();
+        let mut widen = Widen { gradients: &gradients, factor: 1.0 / scale, all: GradientsParams::new() };
+        rounded.visit(&mut widen);
+        model = optim.step(optimizer.lr(), model, widen.all);
+    }
+    outcome.weights = plain_weights(&model);
+    outcome
+}
+
+#[test]
+fn on_one_rank_every_stage_is_mixed_precision_on_one_device_bit_for_bit() {
+    for (dtype, float, scale) in [(Dtype::Bf16, FloatDType::BF16, 1.0), (Dtype::F16, FloatDType::F16, 256.0)] {
+        let mut expected = plain::<Gpt>(float, scale, Optimizer::AdamW);
+        expected.norms.clear();
+        for stage in Stage::ALL {
+            let got = sharded::<Gpt>(&half(stage, 1, dtype), Optimizer::AdamW);
+            assert_parity(&format!("{dtype} at {stage}"), &expected, &got, Tolerance::EXACT);
+        }
+    }
+}
+
+#[test]
+fn more_ranks_are_as_close_to_float32_as_one_device_in_the_same_precision() {
+    let exact = plain::<Gpt>(FloatDType::F32, 1.0, Optimizer::AdamW).losses;
+    let worst = |losses: &[f64]| {
+        let differences = losses.iter().zip(&exact).map(|(a, b)| (a - b).abs() / b);
+        differences.fold(0.0, f64::max)
+    };
+    for (dtype, float, scale) in [(Dtype::Bf16, FloatDType::BF16, 1.0), (Dtype::F16, FloatDType::F16, 256.0)] {
+        let alone = worst(&plain::<Gpt>(float, scale, Optimizer::AdamW).losses);
+        assert!(alone > 0.0, "half precision rounds");
+        for world_size in [2, 3] {
+            let together = worst(&sharded::<Gpt>(&half(Stage::Parameters, world_size, dtype), Optimizer::AdamW).losses);
+            assert!(together <= 2.0 * alone, "{dtype} on {world_size}: {together:e}, on one device {alone:e}");
+        }
+    }
+}
+
+#[test]
+fn the_stages_agree_bit_for_bit_in_half_precision_too() {
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        for reduce in [Dtype::F32, dtype] {
+            for accumulate in [Accumulate::Reduced, Accumulate::Local] {
+                let run = |stage| {
+                    let mut config = half(stage, 3, dtype);
+                    config.precision.reduce = reduce;
+                    let clipped = TrainingConfig { gradient_clip_norm: Some(0.5), ..config.training };
+                    config.training = TrainingConfig { gradient_accumulation: 2, accumulate, ..clipped };
+                    sharded::<Gpt>(&config, Optimizer::Fused)
+                };
+                let expected = run(Stage::Ddp);
+                for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+                    let what = format!("{dtype}, reduced in {reduce}, {accumulate}, {stage}");
+                    assert_parity(&what, &expected, &run(stage), Tolerance::EXACT);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation_changes_no_bit_in_half_precision() {
+    let config = half(Stage::Parameters, 2, Dtype::Bf16);
+    let mut got = sharded::<RecomputedGpt>(&config, Optimizer::AdamW);
+    got.weights.iter_mut().for_each(|(path, _)| *path = path.trim_start_matches("gpt.").to_owned());
+    assert_parity("recomputed", &sharded::<Gpt>(&config, Optimizer::AdamW), &got, Tolerance::EXACT);
+}
+
+/// A bf16 weight of 1 does not feel a change below 1/256, and a float32 master does.
+#[test]
+fn a_small_learning_rate_moves_the_weights_under_half_precision() {
+    for stage in Stage::ALL {
+        let moved = launch(&half(stage, 2, Dtype::Bf16), |rank| {
+            let mut model = start::<Gpt>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            let before = weights(&model)?;
+            let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
+            optim.step(6e-6, &mut model, gradients)?;
+            let changed = |(before, after): (&Vec<f32>, &Vec<f32>)| before.iter().zip(after).any(|(a, b)| a != b);
+            let after = weights(&model)?;
+            let pairs = before.iter().zip(&after).map(|((_, before), (_, after))| (before, after));
+            Ok((pairs.filter(|pair| changed(*pair)).count(), before.len()))
+        });
+        for (num_moved, num_params) in moved.unwrap() {
+            assert!(num_moved >= num_params - 1, "{num_moved} of {num_params} at {stage}");
+        }
+    }
+}
+
+#[test]
+fn half_precision_sends_half_the_bytes() {
+    let sent = |stage, parameters, reduce| {
+        let mut config = half(stage, 2, parameters);
+        (config.precision.reduce, config.precision.loss_scale) = (reduce, None);
+        config.training.non_finite = NonFinite::Propagate;
+        let bytes = launch(&config, |rank| {
+            let mut model = start::<Gpt>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for batch in 0..3 {
+                model.synchronize()?;
+                rank.traffic().reset();
+                let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+                optim.step(0.01, &mut model, gradients)?;
+            }
+            model.synchronize()?;
+            let of = |kind| rank.traffic().of(kind).sent_bytes;
+            Ok((of(OpKind::AllGather), of(OpKind::ReduceScatter) + of(OpKind::AllReduce)))
+        });
+        let bytes = bytes.unwrap();
+        bytes.iter().fold((0, 0), |sum, rank| (sum.0 + rank.0, sum.1 + rank.1))
+    };
+    for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+        let (gathered, reduced) = sent(stage, Dtype::F32, Dtype::F32);
+        assert_eq!(sent(stage, Dtype::Bf16, Dtype::F32), (gathered / 2, reduced), "{stage}");
+        assert_eq!(sent(stage, Dtype::Bf16, Dtype::Bf16), (gathered / 2, reduced / 2), "{stage}");
+    }
+    let (_, reduced) = sent(Stage::Ddp, Dtype::F32, Dtype::F32);
+    assert_eq!(sent(Stage::Ddp, Dtype::Bf16, Dtype::Bf16).1, reduced / 2);
+}
+
+/// Five ranks, so that some have nothing of the smaller tensors; one of them overflows.
+#[test]
+fn an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() {
+    for stage in Stage::ALL {
+        let mut config = half(stage, 5, Dtype::F16);
+        config.precision.loss_scale = None;
+        let ranks = launch(&config, |rank| {
+            let mut model = start::<Gpt>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            let mut told = Vec::new();
+            // Down to a scale at which nothing overflows by itself.
+            while model.loss_scale() > 256.0 {
+                let gradients = model.backward(model.loss(0, share(&rank), &rank.device()).mul_scalar(1e30))?;
+                optim.step(0.01, &mut model, gradients)?;
+            }
+            for batch in 0..3 {
+                let before = weights(&model)?;
+                let too_large = if rank.rank() == 3 && batch == 1 { 1e30 } else { 1.0 };
+                let gradients =
+                    model.backward(model.loss(batch, share(&rank), &rank.device()).mul_scalar(too_large))?;
+                let skipped = matches!(optim.step(0.01, &mut model, gradients)?, StepOutcome::Skipped { .. });
+                told.push((skipped, model.loss_scale(), before == weights(&model)?));
+            }
+            Ok(told)
+        });
+        let expected = [(false, 256.0, false), (true, 128.0, true), (false, 128.0, false)];
+        assert!(ranks.unwrap().iter().all(|told| *told == expected), "{stage}");
+    }
+}
+
+#[test]
+fn what_is_not_finite_at_the_smallest_scale_is_no_overflow() {
+    let config = half(Stage::Parameters, 2, Dtype::F16);
+    let error = launch(&config, |rank| {
+        let mut model = start::<Gpt>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let nothing = Tensor::<1>::zeros([1], &rank.device());
+        let gradients = model.backward(model.loss(0, share(&rank), &rank.device()) / nothing)?;
+        optim.step(0.01, &mut model, gradients)
+    });
+    let error = error.unwrap_err();
+    assert!(
+        matches!(&error, Error::RankFailed { source, .. } if matches!(**source, Error::NonFinite { .. })),
+        "{error}"
+    );
+}
+
+/// One unit in full precision, in a model that computes in half.
+#[derive(Module, Debug, Sharded)]
+struct TwoPrecisions {
+    #[shard(unit)]
+    body: Linear,
+    #[shard(unit, precision = "f32")]
+    head: Linear,
+}
+
+#[test]
+fn a_unit_can_have_a_precision_of_its_own() {
+    for stage in Stage::ALL {
+        launch(&half(stage, 2, Dtype::Bf16), |rank| {
+            let device = rank.device();
+            let linear = || LinearConfig::new(6, 6).init(&device);
+            let mut model = rank.shard(TwoPrecisions { body: linear(), head: linear() })?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for step in 0..2 {
+                let body = model.body.forward(model.cast_input(rows(step, 0..4, 6, &device)));
+                assert_eq!((body.dtype(), model.head.weight.val().dtype()), (DType::BF16, DType::F32));
+                let output = model.head.forward(body.cast(FloatDType::F32));
+                let gradients = model.backward(output.powi_scalar(2).mean())?;
+                optim.step(0.05, &mut model, gradients)?;
+            }
+            let said = "parameters and optimizer state in f32, computed in f32 and bf16, gradients sent in f32";
+            assert!(model.summary().contains(said), "{}", model.summary());
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -291,6 +291,7 @@ impl<M: Module> ShardedModel<M> {
             prefetch: self.engine.prefetch().max() as u64,
             prefetch_max_bytes: self.engine.prefetch().max_bytes.map(|bytes| bytes as u64),
             activation_bytes,
+            tiers: self.engine.offload().memory(plan, self.engine.shard_index()),
             ..MemoryModel::new(plan.num_params() as u64)
         };
         let layouts: Vec<_> = plan.params().iter().map(PlannedParam::stored_layout).collect();

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn_pack::{Reader, Scalar};
 use bytes::Bytes;
-use fsdp_core::{OffloadConfig, Plan, PlannedParam, Slot, Tier, Transfer, UnitIndex, UnitTiers};
+use fsdp_core::{OffloadConfig, Plan, PlannedParam, Slot, Tier, TierModel, Transfer, UnitIndex, UnitTiers};
 
 use crate::{Error, host};
 
@@ -29,11 +29,11 @@ pub(crate) struct Offload {
 impl Offload {
     /// What the configuration says for the blocks of one rank. Without a disk, nothing.
     pub(crate) fn new(config: &OffloadConfig, tier: Option<Arc<Tier>>, plan: &Plan, shard_index: usize) -> Self {
-        let len = |param: &PlannedParam| {
-            if param.is_split() { param.layout.shard_len(shard_index) } else { param.layout.full_len() }
-        };
         let lens = |counts: &dyn Fn(&PlannedParam) -> bool| -> Vec<usize> {
-            plan.params().iter().map(|param| if tier.is_some() && counts(param) { len(param) } else { 0 }).collect()
+            plan.params()
+                .iter()
+                .map(|param| if tier.is_some() && counts(param) { stepped_len(param, shard_index) } else { 0 })
+                .collect()
         };
         let parameters = config.parameters.on_nvme(&lens(&|param| !plan.is_resident(param)));
         let stepped = lens(&|param| param.trainable);
@@ -58,6 +58,24 @@ impl Offload {
         self.optimizer[param]
     }
 
+    /// What the memory model must know: shares of this rank's blocks.
+    pub(crate) fn memory(&self, plan: &Plan, shard_index: usize) -> TierModel {
+        let share = |placed: &[bool], counts: fn(&PlannedParam) -> bool| {
+            let lens = plan.params().iter().zip(placed).filter(|(param, _)| counts(param));
+            let (all, on_disk) = lens.fold((0, 0), |(all, on_disk), (param, placed)| {
+                let len = stepped_len(param, shard_index);
+                (all + len, on_disk + if *placed { len } else { 0 })
+            });
+            on_disk as f64 / all.max(1) as f64
+        };
+        TierModel {
+            parameters: share(&self.parameters, |_| true),
+            gradients: share(&self.gradients, |param| param.trainable),
+            optimizer: share(&self.optimizer, |param| param.trainable),
+            buffer_bytes: self.tier.as_ref().map_or(0, |tier| tier.buffer_bytes() as u64),
+        }
+    }
+
     /// What the schedule must know.
     pub(crate) fn unit_tiers(&self, plan: &Plan) -> Vec<UnitTiers> {
         let tiers = |unit: &fsdp_core::Unit| {
@@ -66,6 +84,11 @@ impl Offload {
         };
         plan.units().iter().map(tiers).collect()
     }
+}
+
+/// Elements of a parameter that a rank steps.
+fn stepped_len(param: &PlannedParam, shard_index: usize) -> usize {
+    if param.is_split() { param.layout.shard_len(shard_index) } else { param.layout.full_len() }
 }
 
 /// Optimizer state that lies on the disk, by the engine that it belongs to and the unit.

@@ -73,7 +73,7 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
-pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
+pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};

@@ -125,6 +125,7 @@ pub struct Tier {
     /// Where the next slot begins.
     end: Mutex<u64>,
     engine: TierEngine,
+    buffer_bytes: usize,
     timeout: Duration,
 }
 
@@ -173,7 +174,8 @@ impl Tier {
         let (end, timeout) = (Mutex::new(0), options.timeout);
         let ended = Mutex::new(ended);
         let commands = Mutex::new(Some(commands));
-        Ok(Self { commands, ended, counters, file, end, engine: kind, timeout })
+        let buffer_bytes = num_buffers * options.block_bytes;
+        Ok(Self { commands, ended, counters, file, end, engine: kind, buffer_bytes, timeout })
     }
 
     /// A new place for `len_bytes`, for which the disk has room.
@@ -217,6 +219,11 @@ impl Tier {
     /// Whether they go past the page cache.
     pub fn is_direct(&self) -> bool {
         self.file.is_direct()
+    }
+
+    /// Memory of the buffers, in bytes.
+    pub fn buffer_bytes(&self) -> usize {
+        self.buffer_bytes
     }
 
     /// What was moved so far.

@@ -9,6 +9,10 @@ use clap::Parser;
 use fsdp_benches::GptShape;
 use fsdp_burn::{Config, Error, FusedAdamW, OffloadConfig, OptimizerKind, Placement, Rank, human_bytes, launch};
 
+/// Gives memory back to the system soon after it is freed, and faults less than the system's own.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[derive(Clone, Debug, Parser)]
 struct Args {
     #[command(flatten)]

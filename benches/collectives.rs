@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::Parser;
-use fsdp_benches::{fit, load_average, median};
+use fsdp_benches::{load_average, median};
 use fsdp_core::{
     CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, OpTag, Phase, Reduce, ReducePart, ShardLayout,
 };
@@ -141,7 +141,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for work in Work::COLLECTIVES {
         let of_work = rows.iter().filter(|row| row.work == work);
         let points: Vec<_> = of_work.map(|row| (row.moved_bytes as f64, row.seconds)).collect();
-        if let Some(Link { alpha_s, beta_s_per_byte }) = fit(&points) {
+        if let Some(Link { alpha_s, beta_s_per_byte }) = Link::fit(&points) {
             println!("{:>15}   α {:>7.1} µs   1/β {:>6.2} GB/s", work.name(), alpha_s * 1e6, 1e-9 / beta_s_per_byte);
             let link = serde_json::json!({ "alpha_s": alpha_s, "beta_s_per_byte": beta_s_per_byte });
             links.insert(work.name().to_owned(), link);

@@ -7,7 +7,7 @@ use std::time::Instant;
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_benches::GptShape;
-use fsdp_burn::{Config, Error, FusedAdamW, OffloadConfig, OptimizerKind, Placement, Rank, human_bytes, launch};
+use fsdp_burn::{Config, Error, FusedAdamW, OffloadConfig, OptimizerKind, Rank, TierShares, human_bytes, launch};
 
 /// Gives memory back to the system soon after it is freed, and faults less than the system's own.
 #[global_allocator]
@@ -33,7 +33,7 @@ struct Args {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args = Args::parse();
-    let placement = |index: usize| Placement { cpu: 0.0, nvme: args.shares.get(index).copied().unwrap_or(0.0) };
+    let placement = |index: usize| TierShares { cpu: 0.0, nvme: args.shares.get(index).copied().unwrap_or(0.0) };
     let offload = OffloadConfig {
         optimizer: placement(0),
         gradients: placement(1),

@@ -196,9 +196,12 @@ fn train(args: &Args, rank: &Rank) -> Result<Steps, Error> {
     let mut steps = Steps::default();
     for step in 0..args.warmup + args.steps {
         let (inputs, targets) = args.shape.batch(step, rank.rank(), &device);
+        if step == args.warmup {
+            model.synchronize()?;
+            rank.traffic().reset();
+        }
         rank.barrier()?;
         model.reset_stats();
-        rank.traffic().reset();
         let start = Instant::now();
         let loss = model.loss(inputs, targets);
         let gradients = model.backward(loss)?;
@@ -207,9 +210,13 @@ fn train(args: &Args, rank: &Rank) -> Result<Steps, Error> {
             steps.seconds.push(start.elapsed().as_secs_f64());
             steps.waited.push(model.stats().exposed().as_secs_f64());
         }
-        steps.gathers = rank.traffic().of(OpKind::AllGather);
-        steps.reductions = rank.traffic().of(OpKind::ReduceScatter);
     }
+    model.synchronize()?;
+    let per_step = |kind| {
+        let OpCount { num_ops, sent_bytes } = rank.traffic().of(kind);
+        OpCount { num_ops: num_ops / args.steps as u64, sent_bytes: sent_bytes / args.steps as u64 }
+    };
+    (steps.gathers, steps.reductions) = (per_step(OpKind::AllGather), per_step(OpKind::ReduceScatter));
     Ok(steps)
 }
 

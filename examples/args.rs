@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use fsdp_burn::{Config, Stage};
+use fsdp_burn::{Config, Stage, Translated};
 
 use crate::{Failure, GptConfig};
 
@@ -14,6 +14,10 @@ pub struct Args {
     /// Configuration of the run, TOML or JSON [default: stage 3 on 4 ranks, as configs/zero3.toml]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// DeepSpeed configuration of the run, as it is, in place of --config; what it says of batch and learning rate holds
+    /// in place of --batch and --lr
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    pub deepspeed: Option<PathBuf>,
     /// Stage, in place of the configuration's
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=3))]
     pub stage: Option<u8>,
@@ -89,14 +93,27 @@ pub struct Args {
 }
 
 impl Args {
+    /// The options with what a DeepSpeed file says of batch and learning rate, and that file, translated.
+    ///
+    /// # Errors
+    /// If the file is refused.
+    pub fn with_deepspeed(&self) -> Result<(Self, Option<Translated>), Failure> {
+        let Some(file) = &self.deepspeed else { return Ok((self.clone(), None)) };
+        let translated = Config::load_deepspeed(file, self.ranks)?;
+        let batch = translated.micro_batch_size.unwrap_or(self.batch);
+        let lr = translated.learning_rate.unwrap_or(self.lr);
+        Ok((Self { batch, lr, ..self.clone() }, Some(translated)))
+    }
+
     /// The configuration, with what the other options override.
     ///
     /// # Errors
     /// If the file is refused, or an override does not fit it.
     pub fn resolve_config(&self) -> Result<Config, Failure> {
-        let mut config = match &self.config {
-            Some(file) => Config::load(file)?,
-            None => Config::from_toml(include_str!("configs/zero3.toml"), "the built-in zero3.toml")?,
+        let mut config = match (&self.config, &self.deepspeed) {
+            (Some(file), _) => Config::load(file)?,
+            (None, Some(file)) => Config::load_deepspeed(file, self.ranks)?.config,
+            (None, None) => Config::from_toml(include_str!("configs/zero3.toml"), "the built-in zero3.toml")?,
         };
         if let Some(number) = self.stage {
             let stage = Stage::try_from(number);

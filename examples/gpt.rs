@@ -7,7 +7,7 @@ use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear,
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, FloatDType, Int, Tensor, module::attention};
 use fsdp_burn::nn::{Embedding, gelu};
-use fsdp_burn::{Sharded, recompute};
+use fsdp_burn::{ComputePrecision, Sharded, Transformer, recompute};
 use serde::{Deserialize, Serialize};
 
 /// Sizes of the model.
@@ -132,31 +132,10 @@ impl Block {
     }
 }
 
-/// Buffers that the matrix products of one compute thread keep for packing their operands, in bytes: the difference
-/// between what a plain run holds between steps and its parameters and optimizer state, the same for all sizes tried.
-const WORKSPACE_BYTES: u64 = 2_300_000;
-
-/// Bytes that one rank holds when backward begins, for `batch` sequences in float32 on a device with balanced gradient
-/// checkpointing: the outputs of matrix products and of the softmax, and what the last perceptron's backward computes
-/// again at once. Weights are not counted: they are parameters or gathered units.
+/// Bytes that one rank holds when backward begins, for `batch` sequences in float32; see
+/// [`Transformer::activation_bytes`].
 pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
-    let tokens = (batch * config.sequence) as u64;
-    let vectors = tokens * config.width as u64;
-    let scores = tokens * (config.heads * config.sequence) as u64;
-    let logits = tokens * config.vocabulary as u64;
-    let embedded = 2 * vectors; // rows of both tables
-    let attention = 3 * vectors // outputs of `query`, `key` and `value`
-        + 2 * scores // products of queries and keys, and their softmax
-        + vectors // values, mixed
-        + vectors; // output of `project`
-    let perceptron = 4 * vectors // output of `up`
-        + vectors; // output of `down`
-    let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
-    let block = attention + perceptron;
-    let blocks = match config.recompute {
-        // Inputs of all, and one that runs again.
-        true => config.layers as u64 * vectors + block,
-        false => config.layers as u64 * block,
-    };
-    WORKSPACE_BYTES + 4 * (embedded + blocks + logits + again)
+    let GptConfig { layers, width, heads, sequence, vocabulary, recompute } = *config;
+    let transformer = Transformer { layers, width, heads, sequence, vocabulary, recompute };
+    transformer.activation_bytes(batch, ComputePrecision::F32)
 }

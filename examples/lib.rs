@@ -1,10 +1,12 @@
-//! What the examples share: a small GPT, text, and ways to show a run.
+//! What the examples share: a small GPT, text, digits, and ways to show a run.
 //!
-//! The examples themselves are `quickstart.rs` and `train.rs`; README.md tells in which order to read them.
+//! The examples themselves are `quickstart.rs`, `learner.rs` and `train.rs`; README.md tells in which order to read them.
 
 mod args;
 mod checkpoints;
 mod data;
+mod digits;
+mod epochs;
 mod failure;
 mod gpt;
 mod plot;
@@ -17,6 +19,8 @@ mod tables;
 pub use args::Args;
 pub use checkpoints::Checkpoints;
 pub use data::{Batch, Text};
+pub use digits::{Digit, DigitBatcher, Digits, SIDE, draw, in_steps};
+pub use epochs::EpochLines;
 pub use failure::Failure;
 pub use gpt::{Gpt, GptConfig, activation_bytes};
 pub use plot::plot_losses;

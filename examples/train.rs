@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Config, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, human_bytes, launch_with,
+    Config, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
+    launch_with,
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
@@ -56,12 +57,17 @@ struct Outcome {
 
 /// One run: all ranks, then pictures and tables of it.
 fn run(args: &Args) -> Result<Report, Failure> {
+    let (args, deepspeed) = &args.with_deepspeed()?;
     let config = args.resolve_config()?;
     let model = args.model()?;
     let text = Text::load(args.data.as_deref(), args.sequence)?;
     if !args.quiet {
         println!("{}, {} ranks\n\n{}", config.stage, config.world_size, settings(&config));
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
+        // What a DeepSpeed file asks for in vain is said.
+        for item in deepspeed.iter().flat_map(Translated::missing) {
+            println!("Not there: {} = {}: {}", item.key, item.value, item.told);
+        }
     }
     let job = Arc::new(Job { args: args.clone(), model, text, checkpoints: Checkpoints::new(args)? });
     // The sample after the last step is none of it.

@@ -4,6 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use fsdp_burn::{Link, Stage, Transformer};
+use fsdp_core::{Job, Machine, Network, Recorded, SimOptions, Speed, TraceStream, simulate};
+
 use super::*;
 
 /// Sizes that an unoptimised build trains in a second.
@@ -59,6 +62,59 @@ fn measured(report: &Report) -> Vec<fsdp_examples::Measured> {
 
 fn config(name: &str) -> String {
     format!("{}/configs/{name}.toml", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
+    let _turn = turn();
+    let folder = folder("replay");
+    for stage in Stage::ALL {
+        let trace = folder.join("trace.json");
+        let number = format!("--stage={}", stage.number());
+        let more = ["--steps=4", "--ranks=2", &number, "--trace", trace.to_str().unwrap()];
+        run(&args(&folder.join("a.svg"), &more)).unwrap();
+        let recorded = Recorded::read(&trace).unwrap();
+        let link = Link { alpha_s: 0.0, beta_s_per_byte: 0.0 };
+        let speed = Speed::Rate { flops_per_s: 1e9, memory_bytes_per_s: 1e9 };
+        let machine = Machine { network: Network::one_node(link).into(), speed };
+        // The sizes of `TINY`.
+        let model = Transformer { layers: 2, width: 16, heads: 2, sequence: 16, vocabulary: 260, recompute: false };
+        let job = Job::new(model.shape(), 2, machine);
+        for rank in 0..2 {
+            let workload = recorded.workload(&job, stage, rank, 2).unwrap();
+            let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
+            for stream in TraceStream::ALL {
+                let order = recorded.order(rank, 2, stream).unwrap();
+                assert_eq!(report.order(&workload, 0, stream), order, "{stage}, rank {rank}, {}", stream.name());
+            }
+        }
+    }
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn a_deepspeed_file_is_taken_as_it_is() {
+    let _turn = turn();
+    let folder = folder("deepspeed");
+    let file = folder.join("ds_config.json");
+    let text = r#"{
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "overlap_comm": true, "zero_quantized_gradients": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}, "steps_per_print": 10
+    }"#;
+    fs::write(&file, text).unwrap();
+    let report = run(&args(&folder.join("a.svg"), &["--deepspeed", file.to_str().unwrap()])).unwrap();
+    assert_eq!((report.config["stage"].as_u64(), report.config["world_size"].as_u64()), (Some(2), Some(4)));
+    assert_eq!(report.config["training"]["gradient_clip_norm"].as_f64(), Some(0.5));
+    assert_eq!(report.tokens_per_step, 4 * 2 * 3 * 16, "ranks, micro-batches, sequences, tokens");
+
+    fs::write(&file, r#"{"zero_optimization": {"stage": 2, "overlap_com": true}}"#).unwrap();
+    let refused = refusal(&["--deepspeed", file.to_str().unwrap()]);
+    assert!(
+        refused.ends_with("unknown key `zero_optimization.overlap_com`; did you mean `overlap_comm`?"),
+        "{refused}"
+    );
+    fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]

@@ -5,12 +5,11 @@
 //! become paths on the way out and paths become ids on the way in. State of an elementwise optimizer has the shape of its
 //! parameter, so it is cut like it.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::optim::OptimizerRecord;
-use burn::tensor::Tensor;
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -20,9 +19,9 @@ use fsdp_core::checkpoint::{
 use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
+use crate::buffers::{self, Buffer};
 use crate::model::reduce_number;
 use crate::offload::RecordReader;
-use crate::survey::{Entry, replaced};
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
 /// What optimizer state is called in a checkpoint, in front of its parameter.
@@ -45,8 +44,8 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
-    /// Running statistics are rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or booleans, are not
-    /// saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or
+    /// booleans, are not saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
@@ -90,16 +89,18 @@ impl<M: Module> ShardedModel<M> {
             scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
             scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
         }
-        let mut buffers = Buffers { entries: self.entries(), next: 0, tensors: Vec::new() };
-        // Running statistics are collected by thread until somebody looks at them, as `valid` does.
-        self.valid().visit(&mut buffers);
-        for mut buffer in buffers.tensors {
-            // They differ from rank to rank, and any rank may be the one that writes them.
-            if let BlockData::Ready(own) = &mut buffer.data {
-                let tag = OpTag::new(step, Phase::Checkpoint, buffer.name.as_str());
-                *own = control.broadcast(&tag, 0, (control.rank() == 0).then(|| own.clone()))?;
-            }
-            tensors.push(buffer);
+        for (entry, buffer) in buffers::entries(self.entries()).zip(buffers::read(self.module(), self.entries())) {
+            // They may differ from rank to rank, and any rank may be the one that writes them.
+            let tag = OpTag::new(step, Phase::Checkpoint, entry.path());
+            let roots = control.broadcast(&tag, 0, (control.rank() == 0).then_some(buffer.bytes))?;
+            tensors.push(TensorBlock {
+                name: entry.path(),
+                aliases: Vec::new(),
+                kind: TensorKind::Model,
+                dtype: buffer.dtype.into(),
+                layout: ShardLayout::new(&entry.spec.shape, 0, 1),
+                data: BlockData::Ready(roots),
+            });
         }
         let snapshot = Snapshot {
             step,
@@ -169,8 +170,7 @@ impl<M: Module> ShardedModel<M> {
             }
         }
         self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
-        let mut restorer = Restorer { entries: self.entries(), next: 0, buffers: read.buffers.into() };
-        let module = self.module().clone().map(&mut restorer);
+        let module = buffers::write(self.module().clone(), self.entries(), read.buffers);
         self.replace_module(module);
         optimizer.load_record(&engine, read.record);
         let restored = self.load_away_states(&checkpoint, optimizer);
@@ -201,10 +201,11 @@ impl<M: Module> ShardedModel<M> {
             stored.push(if is_away { None } else { Some(self.read_stored(checkpoint, spec)?) });
         }
         let mut buffers = Vec::new();
-        for entry in self.entries().iter().filter(|entry| !entry.is_param) {
+        for entry in buffers::entries(self.entries()) {
             let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
             let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
-            buffers.push((bytes.into(), if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 }));
+            let dtype = if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 };
+            buffers.push(Buffer { bytes: bytes.into(), dtype });
         }
         let state_names = self.state_names(checkpoint)?;
         let record = self.optimizer_record(checkpoint, |param| !engine.offload().has_state(param))?;
@@ -271,7 +272,7 @@ impl<M: Module> ShardedModel<M> {
             shape: spec.layout.shape().to_vec(),
             dtype: Some(self.engine().dtype(param).into()),
         });
-        let buffers = self.entries().iter().filter(|entry| !entry.is_param).map(|entry| ExpectedTensor {
+        let buffers = buffers::entries(self.entries()).map(|entry| ExpectedTensor {
             name: entry.path(),
             shape: entry.spec.shape.clone(),
             dtype: None, // floats of either size
@@ -412,7 +413,7 @@ const GOOD_STEPS: &str = "loss_scale.good_steps";
 struct Read {
     /// By parameter; `None` where it lies on the disk.
     stored: Vec<Option<Bytes>>,
-    buffers: Vec<(Bytes, Dtype)>,
+    buffers: Vec<Buffer>,
     record: OptimizerRecord,
     state_names: BTreeSet<String>,
 }
@@ -458,51 +459,4 @@ fn scalar_from_json(value: &Value) -> Option<Scalar> {
 
 fn record_error(error: impl std::fmt::Display) -> Error {
     Error::program(format!("the optimizer's state cannot be converted: {error}"))
-}
-
-/// Collects what Burn visits like a parameter and is none: running statistics.
-struct Buffers<'a> {
-    entries: &'a [Entry],
-    next: usize,
-    tensors: Vec<TensorBlock<'static>>,
-}
-
-impl ModuleVisitor for Buffers<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let entry = &self.entries[self.next];
-        self.next += 1;
-        if entry.is_param {
-            return;
-        }
-        let data = param.val().into_data();
-        let dtype = host::dtype_of(data.dtype()).unwrap_or(Dtype::F32);
-        self.tensors.push(TensorBlock {
-            name: entry.path(),
-            aliases: Vec::new(),
-            kind: TensorKind::Model,
-            dtype: dtype.into(),
-            layout: ShardLayout::new(&entry.spec.shape, 0, 1),
-            data: BlockData::Ready(host::elements(data)),
-        });
-    }
-}
-
-/// Puts running statistics back.
-struct Restorer<'a> {
-    entries: &'a [Entry],
-    next: usize,
-    /// Of the entries that are no parameters, in their order.
-    buffers: VecDeque<(Bytes, Dtype)>,
-}
-
-impl ModuleMapper for Restorer<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let entry = &self.entries[self.next];
-        self.next += 1;
-        let buffer = if entry.is_param { None } else { self.buffers.pop_front() };
-        match buffer {
-            Some((bytes, dtype)) => replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device)),
-            None => param,
-        }
-    }
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
-use burn::tensor::{Device, Shape, Tensor};
+use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, Slot};
 
@@ -79,6 +79,11 @@ pub(crate) fn refresh<M: Module>(model: M, managed: &[Option<usize>], engine: &A
 /// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
 pub(crate) fn let_go<M: Module>(model: M, managed: &[Option<usize>]) -> M {
     model.map(&mut Emptier { managed, next: 0 })
+}
+
+/// The module with these values in place of its parameters', where there is one.
+pub(crate) fn put<M: Module>(module: M, managed: &[Option<usize>], values: &[Option<TensorData>]) -> M {
+    module.map(&mut Putter { managed, values, next: 0 })
 }
 
 /// For each entry, its index among the plan's parameters; tied ones have one together.
@@ -296,6 +301,29 @@ impl ModuleMapper for Emptier<'_> {
         let managed = self.managed[self.next];
         self.next += 1;
         if managed.is_some() { emptied(param) } else { param }
+    }
+}
+
+struct Putter<'a> {
+    managed: &'a [Option<usize>],
+    values: &'a [Option<TensorData>],
+    next: usize,
+}
+
+impl ModuleMapper for Putter<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let managed = self.managed[self.next];
+        self.next += 1;
+        match managed.and_then(|index| self.values[index].clone()) {
+            Some(data) => {
+                let dtype = data.dtype();
+                replaced(param, |device| Tensor::from_data(data, (device, dtype)))
+            }
+            None if managed.is_some() && param.val().dtype().size() < 4 => {
+                param.map(|rounded| rounded.cast(FloatDType::F32))
+            }
+            None => param,
+        }
     }
 }
 

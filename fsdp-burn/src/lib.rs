@@ -51,6 +51,7 @@ extern crate self as fsdp_burn;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+mod buffers;
 mod checkpoint;
 mod clip;
 mod distribute;
@@ -61,6 +62,8 @@ mod fused_adamw;
 mod gather_op;
 mod host;
 mod launch;
+#[cfg(feature = "learner")]
+mod learner;
 mod links;
 mod lora;
 mod model;
@@ -80,6 +83,8 @@ pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::FusedAdamW;
 pub use launch::{LaunchOptions, launch, launch_with};
+#[cfg(feature = "learner")]
+pub use learner::FsdpStrategy;
 pub use model::{ShardedGradients, ShardedModel};
 pub use optim::{ShardedOptimizer, StepOutcome};
 pub use random::RandomState;
@@ -89,9 +94,9 @@ pub use sharded::Sharded;
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, CommError, Config, ConfigError, Dtype, FieldRule, GradientReduction, Link, LossScale,
-    MemoryEstimate, Mesh, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Placement, Plan, PlanWarning,
-    PrecisionConfig, PrefetchConfig, Stage, TierError, TierStats, Trace, Traffic, TrainingConfig, WrapPolicy,
-    human_bytes,
+    Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
+    GradientReduction, Link, LossScale, MemoryEstimate, Mesh, ModelShape, NonFinite, OffloadConfig, OpCount, OpKind,
+    OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig, Stage, TierError, TierShares, TierStats, Trace,
+    Traffic, TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
-use bytes::Bytes;
 use fsdp_core::{
-    Axis, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
+    Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
     PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
 };
 
-use crate::distribute::{Source, Stored, attach, distribute, let_go, managed, refresh};
-use crate::engine::{Engine, EngineStats, Settings};
+use crate::buffers::{self, Buffer};
+use crate::distribute::{Source, Stored, attach, distribute, let_go, managed, put, refresh};
+use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::Dtypes;
-use crate::survey::{Entry, survey};
+use crate::survey::{Entry, LoraPart, survey};
 use crate::{Error, Rank, Sharded, host};
 
 /// A sharded model. It derefs to the model, whose `forward` is called as ever.
@@ -36,6 +36,8 @@ pub struct ShardedModel<M> {
     entries: Arc<[Entry]>,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
+    /// Whose running statistics all ranks go on with after a step.
+    buffers: Buffers,
     engine: Arc<Engine>,
 }
 
@@ -92,6 +94,10 @@ impl<M: Module + Sharded> ShardedModel<M> {
                 "the mesh has one rank along `shard`, so nothing is sharded: stage {stage} behaves like stage 0"
             );
         }
+        let module = match buffers::entries(&entries).next() {
+            Some(_) => buffers::unshare(module, &entries),
+            None => module,
+        };
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
@@ -122,7 +128,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             tracing::info!("{}", engine.precision_summary());
         }
         let module = attach(module, &entries, &managed, &engine);
-        Ok(Self { module, managed, entries: entries.into(), planned, engine })
+        let buffers = training.buffers;
+        Ok(Self { module, managed, entries: entries.into(), planned, buffers, engine })
     }
 }
 
@@ -185,6 +192,53 @@ impl<M: Module> ShardedModel<M> {
     /// It shows the weights of now; after an optimizer step call it again.
     pub fn valid(&self) -> M {
         self.module.valid()
+    }
+
+    /// The model as it was before it was sharded, with the weights of now, for evaluation: every parameter in whole, and
+    /// nothing attached to it. *Collective*; not between a forward and its backward.
+    ///
+    /// Cost: one gather of each unit, and one more of what is computed in another type than it is trained in. Memory: the
+    /// whole model, of which the ranks of one process share one copy.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    ///
+    /// ```
+    /// use burn::{module::Module, nn::LinearConfig};
+    /// use fsdp_burn::{Config, launch};
+    /// # use burn::nn::Linear;
+    /// # #[derive(Module, Debug, fsdp_burn::Sharded)]
+    /// # struct Model { #[shard(unit)] linear: Linear }
+    ///
+    /// let config = Config { world_size: 2, ..Config::default() };
+    /// let shapes = launch(&config, |rank| {
+    ///     let model = rank.shard(Model { linear: LinearConfig::new(6, 4).init(&rank.device()) })?;
+    ///     Ok([model.linear.weight.dims(), model.whole()?.linear.weight.dims()])
+    /// })?;
+    /// assert_eq!(shapes, [[[3, 4], [6, 4]]; 2]);
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn whole(&self) -> Result<M, Error> {
+        self.engine.abandon_forward()?;
+        let mut whole = catching(|| self.module.valid().materialize())?;
+        self.engine.abandon_forward()?;
+        // What is computed with may be a rounding of what is trained.
+        let rounded = |param: &usize| self.engine.compute_dtype(*param) != self.engine.dtype(*param);
+        let rounded: Vec<_> = (0..self.plan().params().len()).filter(rounded).collect();
+        if !rounded.is_empty() {
+            // The factors of an adapter are not in the whole model any more, and its base is not what is computed with.
+            let part = |entry: &Entry| entry.lora;
+            let managed = self.entries.iter().zip(self.managed.iter());
+            let managed = managed.filter(|(entry, _)| part(entry) != Some(LoraPart::Factor));
+            let managed: Vec<_> = managed.map(|(_, managed)| *managed).collect();
+            let mut values = vec![None; self.plan().params().len()];
+            for param in rounded.into_iter().filter(|&param| part(&self.planned[param]).is_none()) {
+                let (full, dtype) = (self.engine.gather_one(param)?, self.engine.dtype(param));
+                values[param] = Some(host::tensor_data(full, self.plan().params()[param].layout.shape(), dtype));
+            }
+            whole = put(whole, &managed, &values);
+        }
+        Ok(whole)
     }
 
     /// Which parameters form which unit, and how they are cut.
@@ -329,6 +383,28 @@ impl<M: Module> ShardedModel<M> {
         &self.entries
     }
 
+    /// Parameters that are not managed.
+    #[cfg_attr(not(feature = "learner"), expect(dead_code))]
+    pub(crate) fn unmanaged(&self) -> impl Iterator<Item = &Entry> {
+        let is_unmanaged = |(entry, managed): &(&Entry, &Option<usize>)| entry.is_param && managed.is_none();
+        self.entries.iter().zip(self.managed.iter()).filter(is_unmanaged).map(|(entry, _)| entry)
+    }
+
+    /// Running statistics, as they are on this rank.
+    pub(crate) fn buffers(&self) -> Vec<Buffer> {
+        match buffers::entries(&self.entries).next() {
+            Some(_) => buffers::read(&self.module, &self.entries),
+            None => Vec::new(),
+        }
+    }
+
+    /// Puts running statistics back.
+    pub(crate) fn set_buffers(&mut self, buffers: Vec<Buffer>) {
+        if !buffers.is_empty() {
+            self.module = buffers::write(self.module.clone(), &self.entries, buffers);
+        }
+    }
+
     pub(crate) fn module(&self) -> &M {
         &self.module
     }
@@ -336,6 +412,21 @@ impl<M: Module> ShardedModel<M> {
     /// Takes a module of other buffers, and gives it the parameters that the engine stores.
     pub(crate) fn replace_module(&mut self, module: M) {
         self.module = refresh(module, &self.managed, &self.engine);
+    }
+
+    /// Lets all ranks go on with equal running statistics, if there are some and the configuration says so.
+    pub(crate) fn agree_on_buffers(&mut self) -> Result<(), Error> {
+        let control = self.engine.links().control.clone();
+        if self.buffers == Buffers::Local || control.world_size() == 1 {
+            return Ok(());
+        }
+        let own = self.buffers();
+        if !own.is_empty() {
+            let tag = OpTag::new(self.engine.progress().0, Phase::Optimizer, "running statistics");
+            let agreed = buffers::agree(self.buffers, control.as_ref(), &tag, own)?;
+            self.set_buffers(agreed);
+        }
+        Ok(())
     }
 
     /// The entries of the plan's parameters, in plan order.
@@ -354,6 +445,16 @@ impl<M: Module> ShardedModel<M> {
     }
 }
 
+/// Runs `call`, in which an op may unwind because a collective has failed.
+pub(crate) fn catching<T>(call: impl FnOnce() -> T) -> Result<T, Error> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).map_err(|payload| {
+        match payload.downcast::<EngineFailed>() {
+            Ok(failed) => failed.0,
+            Err(payload) => std::panic::resume_unwind(payload),
+        }
+    })
+}
+
 /// One number, reduced over all ranks.
 pub(crate) fn reduce_number(
     communicator: &dyn Communicator,
@@ -361,13 +462,24 @@ pub(crate) fn reduce_number(
     value: f64,
     reduce: Reduce,
 ) -> Result<f64, Error> {
+    Ok(reduce_numbers(communicator, tag, [value], reduce)?[0])
+}
+
+/// Several numbers, each reduced over all ranks, in one operation.
+pub(crate) fn reduce_numbers<const N: usize>(
+    communicator: &dyn Communicator,
+    tag: &OpTag,
+    values: [f64; N],
+    reduce: Reduce,
+) -> Result<[f64; N], Error> {
     let part = ReducePart {
-        full: Bytes::copy_from_slice(&value.to_ne_bytes()),
-        layout: ShardLayout::new(&[1], 0, communicator.world_size()),
+        full: values.iter().flat_map(|value| value.to_ne_bytes()).collect(),
+        layout: ShardLayout::new(&[N], 0, communicator.world_size()),
         dtype: Dtype::F64,
     };
-    let sum = communicator.all_reduce(tag, &[part], reduce)?;
-    Ok(sum.first().and_then(|bytes| bytes[..].try_into().ok()).map_or(f64::NAN, f64::from_ne_bytes))
+    let sums = communicator.all_reduce(tag, &[part], reduce)?;
+    let sums = sums.first().map_or(&[][..], |bytes| bytes.as_chunks::<8>().0);
+    Ok(std::array::from_fn(|index| sums.get(index).map_or(f64::NAN, |bytes| f64::from_ne_bytes(*bytes))))
 }
 
 fn float_dtype(dtype: Dtype) -> FloatDType {

@@ -18,7 +18,7 @@ use crate::engine::Engine;
 use crate::offload::{Away, AwayStates};
 use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
 use crate::survey::Entry;
-use crate::{Error, ShardedGradients, ShardedModel, elementwise};
+use crate::{Error, ShardedGradients, ShardedModel, elementwise, host};
 
 /// What a call of [`ShardedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -81,7 +81,7 @@ impl ShardedOptimizer {
     /// *Collective.*
     ///
     /// `lr` is a learning rate, or Burn's rates by parameter group. Gradients are averaged over micro-batches unless
-    /// the configuration says sum.
+    /// the configuration says sum. After it, running statistics are what the configuration's `buffers` says.
     ///
     /// # Errors
     /// If the optimizer needs whole tensors and a parameter is split; if the global gradient norm is not finite and
@@ -155,6 +155,17 @@ impl ShardedOptimizer {
         self.away.of_engine(address(engine))
     }
 
+    /// The same as Burn records it, one unit after the other.
+    pub(crate) fn away_records(
+        &self,
+        engine: &Arc<Engine>,
+    ) -> impl Iterator<Item = Result<burn::tensor::Bytes, Error>> {
+        let slots: Vec<_> = self.away(engine).filter_map(Away::stored).collect();
+        let tier = engine.offload().tier().cloned();
+        let read = move |slot| tier.as_ref().map(|tier| Ok(host::burn_bytes(tier.read(slot).wait()?)));
+        slots.into_iter().filter_map(read)
+    }
+
     /// Whether it has stepped no other model.
     pub(crate) fn is_for(&self, engine: &Arc<Engine>) -> bool {
         self.checked.iter().all(|&checked| checked == address(engine))
@@ -189,6 +200,7 @@ impl ShardedOptimizer {
                 _ => {
                     engine.discard_gradients();
                     engine.end_step();
+                    model.agree_on_buffers()?;
                     return Ok(StepOutcome::Skipped { gradient_norm: norm });
                 }
             }
@@ -208,6 +220,7 @@ impl ShardedOptimizer {
             Ok(())
         })?;
         engine.end_step();
+        model.agree_on_buffers()?;
         Ok(StepOutcome::Stepped { gradient_norm })
     }
 

@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use bytes::Bytes;
 use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Tier, TierOptions, TierStats, Trace, Traffic};
 
-use crate::model::reduce_number;
+use crate::model::{reduce_number, reduce_numbers};
 use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
 
 /// One rank of a run.
@@ -259,6 +259,12 @@ impl Rank {
 
     pub(crate) fn communicator(&self) -> Arc<dyn Communicator> {
         self.recorder.clone()
+    }
+
+    /// The sums of some numbers over all ranks, in one message. *Collective.*
+    #[cfg_attr(not(feature = "learner"), expect(dead_code))]
+    pub(crate) fn sums<const N: usize>(&self, what: &str, values: [f64; N]) -> Result<[f64; N], Error> {
+        reduce_numbers(self.control.as_ref(), &self.tag(what), values, Reduce::SUM)
     }
 
     fn reduce(&self, what: &str, value: f64, reduce: Reduce) -> Result<f64, Error> {

@@ -13,6 +13,10 @@ use crate::nn::HOLDS_INDICES_ONLY;
 /// What Burn calls its own embedding when it is visited, and every other type of that name.
 const EMBEDDING: &str = "Struct:Embedding";
 
+/// Layers of Burn's whose forward compares the input with the shape of the parameter that the model stores. It is a vector of
+/// one element for each feature.
+const READ_SHAPES: [&str; 2] = ["Struct:BatchNorm", "Struct:RmsNorm"];
+
 /// One float parameter, or something that Burn visits like one.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
@@ -107,6 +111,8 @@ struct Surveyor {
     /// What was entered last is a field of an embedding.
     in_embedding: bool,
     in_adapter: bool,
+    /// What was entered last is a field of a layer that reads the shape of its parameters.
+    in_shape_reader: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -125,6 +131,7 @@ impl ModuleVisitor for Surveyor {
             }
         }
         self.in_embedding = container == EMBEDDING;
+        self.in_shape_reader = READ_SHAPES.contains(&container);
         if let (true, HOLDS_INDICES_ONLY, Some(entry)) = (self.in_embedding, name, self.entries.last_mut()) {
             entry.spec.held_by_op = false;
         }
@@ -139,9 +146,15 @@ impl ModuleVisitor for Surveyor {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.lazy_shape().to_vec();
         let trainable = emptied(param.clone()).is_require_grad();
-        let spec =
-            ParamSpec { path: self.path.clone(), shape, trainable, held_by_op: self.in_embedding, also: Vec::new() };
         let lora = self.in_adapter.then_some(LoraPart::Factor);
+        let spec = ParamSpec {
+            path: self.path.clone(),
+            shape,
+            trainable,
+            held_by_op: self.in_embedding,
+            shape_is_read: self.in_shape_reader,
+            also: Vec::new(),
+        };
         self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None, lora });
     }
 }

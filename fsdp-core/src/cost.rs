@@ -7,6 +7,8 @@
 
 use std::ops::AddAssign;
 
+use serde::{Deserialize, Serialize};
+
 use crate::{Accumulate, ShardLayout, Stage};
 
 /// The sizes of one unit, in elements.
@@ -192,7 +194,8 @@ impl std::ops::Mul<u64> for StepTraffic {
 /// let time_s = link.time_s(&StepTraffic::all_gather(4, 250_000), 4);
 /// assert!((time_s - 3.0 * (10e-6 + 1e-3)).abs() < 1e-9);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Link {
     /// Seconds of latency for each message.
     pub alpha_s: f64,
@@ -201,6 +204,33 @@ pub struct Link {
 }
 
 impl Link {
+    /// The link that is nearest to the points `(S in bytes, T in seconds)`, by least squares of relative errors.
+    ///
+    /// Relative, since sizes span five orders of magnitude: in absolute terms only the largest would count, and α would be
+    /// whatever is left of their noise. Neither number is negative: where the best line says so, the other alone is fitted.
+    /// `None` with fewer than two different sizes.
+    pub fn fit(points: &[(f64, f64)]) -> Option<Self> {
+        let mut sums = [0.0; 5];
+        for (bytes, seconds) in points {
+            // An error of the same part of T weighs the same everywhere.
+            let weight = 1.0 / (seconds * seconds);
+            let terms = [1.0, *bytes, bytes * bytes, *seconds, bytes * seconds];
+            sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += weight * term);
+        }
+        let [w, wx, wxx, wy, wxy] = sums;
+        let determinant = w * wxx - wx * wx;
+        // Rounding leaves a trace of the products where they should cancel.
+        if determinant.is_nan() || determinant <= 1e-12 * w * wxx {
+            return None;
+        }
+        let (alpha_s, beta_s_per_byte) = ((wxx * wy - wx * wxy) / determinant, (w * wxy - wx * wy) / determinant);
+        Some(match (alpha_s < 0.0, beta_s_per_byte < 0.0) {
+            (true, _) => Self { alpha_s: 0.0, beta_s_per_byte: wxy / wxx },
+            (_, true) => Self { alpha_s: wy / w, beta_s_per_byte: 0.0 },
+            _ => Self { alpha_s, beta_s_per_byte },
+        })
+    }
+
     /// Seconds for a message of `bytes`.
     pub fn message_s(&self, bytes: u64) -> f64 {
         self.alpha_s + self.beta_s_per_byte * bytes as f64
@@ -320,6 +350,36 @@ mod tests {
         assert_eq!(link.time_s(&StepTraffic::reduce_scatter(4, 2), 4), 3.0 * link.message_s(8));
         assert_eq!(link.time_s(&StepTraffic::all_reduce(4, 8), 4), 6.0 * link.message_s(8));
         assert_eq!(link.time_s(&StepTraffic::all_reduce(1, 8), 4), 0.0);
+    }
+
+    #[test]
+    fn points_on_a_line_give_the_line() {
+        let points: Vec<_> =
+            (10..28).step_by(2).map(|power| f64::from(1 << power)).map(|s| (s, 2e-5 + 1e-10 * s)).collect();
+        let link = Link::fit(&points).unwrap();
+        assert!((link.alpha_s / 2e-5 - 1.0).abs() < 1e-6, "{link:?}");
+        assert!((link.beta_s_per_byte / 1e-10 - 1.0).abs() < 1e-6, "{link:?}");
+    }
+
+    #[test]
+    fn an_error_of_the_largest_size_does_not_drown_the_latency() {
+        // One tenth too much at 100 MB is 1 ms, fifty times the latency.
+        let link = Link::fit(&[(1e3, 20.1e-6), (1e4, 21e-6), (1e6, 120e-6), (1e8, 11.02e-3)]).unwrap();
+        assert!((15e-6..25e-6).contains(&link.alpha_s), "{link:?}");
+    }
+
+    #[test]
+    fn neither_latency_nor_bandwidth_is_negative() {
+        let link = Link::fit(&[(1e3, 1e-6), (1e6, 3e-3)]).unwrap();
+        assert!(link.alpha_s == 0.0 && link.beta_s_per_byte > 0.0, "{link:?}");
+        let link = Link::fit(&[(1e3, 2e-3), (1e6, 1e-3)]).unwrap();
+        assert!(link.alpha_s > 0.0 && link.beta_s_per_byte == 0.0, "{link:?}");
+    }
+
+    #[test]
+    fn one_size_is_not_a_line() {
+        assert_eq!(Link::fit(&[]), None);
+        assert_eq!(Link::fit(&[(1e6, 1e-3), (1e6, 2e-3)]), None);
     }
 
     #[test]

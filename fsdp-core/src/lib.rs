@@ -36,6 +36,9 @@
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
+//! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
+//! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
+//! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
@@ -46,19 +49,25 @@ mod comm;
 mod config;
 mod cost;
 mod dtype;
+mod forecast;
+mod hardware;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
 mod plan;
 mod policy;
+mod profile;
 mod schedule;
+mod shape;
+mod simulate;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tier;
 mod trace;
+mod transformer;
 mod unit_state;
 
 pub use comm::{
@@ -66,20 +75,30 @@ pub use comm::{
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Config, ConfigError, ConfigKey, GradientReduction, Location, NonFinite, OffloadConfig, Place,
-    Placement, PrecisionConfig, PrefetchConfig, TrainingConfig, config_keys,
+    Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, OffloadConfig,
+    Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated, TranslatedItem, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
+pub use forecast::{Advice, Forecast, StageForecast};
+pub use hardware::{Device, NamedLink, Network, Placement};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
+pub use profile::{Profile, ProfileError, ProfileOptions};
 pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTiers, UnitTraits};
+pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
+pub use simulate::{
+    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,
+    Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
+    sensitivity, simulate, timeline,
+};
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
+pub use transformer::Transformer;
 pub use unit_state::{UnitState, WrongOrder};

@@ -271,6 +271,12 @@ impl MemoryEstimate {
         let step = self.gradient_bytes + self.tier_bytes;
         self.activation_bytes.map(|begin| always + begin.max(end).max(step))
     }
+
+    /// The most that is held at once of what is known: activations that are not known count as none.
+    pub fn peak_or_known_bytes(&self) -> u64 {
+        let activation_bytes = Some(self.activation_bytes.unwrap_or(0));
+        Self { activation_bytes, ..*self }.peak_bytes().unwrap_or_default()
+    }
 }
 
 /// One line for each part, and the peak; activations that are not known are said to be left out.
@@ -295,8 +301,7 @@ impl fmt::Display for MemoryEstimate {
                 write!(f, "{:<15} {:>10}", "peak", human_bytes(peak))
             }
             None => {
-                let moving = self.in_flight_bytes.max(self.tier_bytes);
-                let without = human_bytes(self.state_bytes() + self.gathered_bytes + moving);
+                let without = human_bytes(self.peak_or_known_bytes());
                 write!(f, "{:<15} {without:>10}  (activations not included)", "peak")
             }
         }

@@ -21,6 +21,9 @@ pub struct ParamSpec {
     pub trainable: bool,
     /// The op that uses the parameter holds it from forward to backward, as Burn's embedding does with its table.
     pub held_by_op: bool,
+    /// The layer looks at the shape that the model stores, as Burn's batch norm and RMS norm do: where parameters are cut,
+    /// this one stays whole on every rank.
+    pub shape_is_read: bool,
     /// Further places where the model uses the same parameter: tied weights. Paths as in `path`.
     pub also: Vec<Vec<String>>,
 }
@@ -36,8 +39,10 @@ pub struct PlannedParam {
     pub trainable: bool,
     /// How the parameter is cut over the shard axis.
     pub layout: ShardLayout,
-    /// Every rank holds and steps the whole parameter: stage 0, or `#[shard(replicate)]`.
+    /// Every rank holds and steps the whole parameter: stage 0, `#[shard(replicate)]`, or [`ParamSpec::shape_is_read`].
     pub replicated: bool,
+    /// The rules say that it is not cut, at any stage: `#[shard(replicate)]`.
+    pub uncut: bool,
     /// Further paths of the same parameter, which is tied. It is counted, sent and stepped once, under `path`.
     pub also: Vec<String>,
 }
@@ -328,7 +333,7 @@ impl Plan {
                 return Err(PlanError::Tied { parameter, first, as_parameter: told(&other_cut), as_first: told(&cut) });
             }
         }
-        let Some((layout, replicated)) = cut else {
+        let Some((layout, uncut)) = cut else {
             self.ignored.extend([path].into_iter().chain(also));
             return Ok(());
         };
@@ -338,9 +343,10 @@ impl Plan {
             // Root parameters are used all over the model, so the root unit stays gathered, as in FSDP2.
             None => self.unit_of(ROOT_UNIT.to_owned(), &FieldRule::root().keep()),
         };
-        let replicated = self.stage == Stage::Ddp || replicated;
+        let stays_whole = param.shape_is_read && self.stage.shards_parameters();
+        let replicated = self.stage == Stage::Ddp || uncut || stays_whole;
         self.units[unit].params.push(self.params.len());
-        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, also };
+        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, uncut, also };
         let bytes = 4 * planned.layout.full_len() as u64;
         if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
             self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });
@@ -506,6 +512,18 @@ mod tests {
         assert_eq!(plan.num_params(), 2);
         let nothing = Plan::new(&policy, &list[..1], &Mesh::one_dim(2), Stage::Parameters);
         assert_eq!(nothing, Err(PlanError::NoParameters));
+    }
+
+    #[test]
+    fn a_parameter_whose_shape_is_read_is_whole_where_parameters_are_cut() {
+        let norm = ParamSpec { shape_is_read: true, ..params(&[("norm.gamma", &[8])]).remove(0) };
+        let list = [norm, params(&[("linear.w", &[8])]).remove(0)];
+        for stage in Stage::ALL {
+            let plan = Plan::new(&WrapPolicy::new(), &list, &Mesh::one_dim(2), stage).unwrap();
+            let split: Vec<_> = plan.params().iter().map(PlannedParam::is_split).collect();
+            let cut = stage != Stage::Ddp;
+            assert_eq!(split, [cut && stage != Stage::Parameters, cut], "{stage}");
+        }
     }
 
     #[test]

@@ -434,13 +434,18 @@ impl Schedule {
         self.writing_back.take().map(Action::WaitWriteBack).into_iter().collect()
     }
 
-    /// An optimizer step over all trainable units, in the order in which their gradients arrive. Every gathered copy is
-    /// dropped, since it would be out of date, and those that the next forward starts with are gathered again as soon as
-    /// their parameters are updated.
+    /// An optimizer step over all trainable units, in the order in which their gradients arrive; where all are here
+    /// already, those first that the next forward starts with. Every gathered copy is dropped, since it would be out of
+    /// date, and what forward starts with is gathered again as soon as it is updated.
     pub fn step(&mut self) -> Vec<Action> {
         let mut actions = self.forget_gathered();
         let first_units = self.first_units();
-        let order = self.reduce_order.clone();
+        let mut order = self.reduce_order.clone();
+        // The same on all ranks: the last reduction is pending unless all have been waited for.
+        if self.reduces_pending.is_empty() {
+            let place = |unit: &UnitIndex| first_units.iter().position(|first| first == unit);
+            order.sort_by_key(|unit| place(unit).unwrap_or(usize::MAX));
+        }
         // What is not stepped is up to date already.
         self.gather_ahead(first_units.iter().filter(|unit| !order.contains(unit)), &mut actions);
         let publish = matches!(self.stage, Stage::OptimizerState | Stage::Gradients);

@@ -63,6 +63,17 @@ pub enum SpanKind {
 }
 
 impl SpanKind {
+    /// All kinds.
+    pub const ALL: [SpanKind; 7] = [
+        SpanKind::Forward,
+        SpanKind::Backward,
+        SpanKind::Step,
+        SpanKind::Gather,
+        SpanKind::Reduce,
+        SpanKind::Publish,
+        SpanKind::Wait,
+    ];
+
     /// Name of the kind.
     pub fn name(self) -> &'static str {
         match self {
@@ -145,6 +156,11 @@ impl Trace {
         Self { origin: Instant::now(), steps, spans: Mutex::default() }
     }
 
+    /// An empty trace of all steps whose times count from `origin`.
+    pub(crate) fn beginning_at(origin: Instant) -> Self {
+        Self { origin, ..Self::new() }
+    }
+
     /// Adds a span, if its step is among those that are traced.
     pub fn add(&self, span: Span) {
         if !self.steps.contains(&span.step) {
@@ -180,7 +196,9 @@ impl Trace {
         let mut events: Vec<Event> = Vec::new();
         for &rank in &ranks {
             events.push(Event::name("process_name", rank, 0, format!("rank {rank}")));
-            for (row, stream) in TraceStream::ALL.iter().enumerate() {
+            let has_tier = spans.iter().any(|span| span.rank == rank && span.stream == TraceStream::Tier);
+            let rows = TraceStream::ALL.iter().enumerate();
+            for (row, stream) in rows.filter(|(_, stream)| **stream != TraceStream::Tier || has_tier) {
                 events.push(Event::name("thread_name", rank, row, stream.name().to_owned()));
             }
         }

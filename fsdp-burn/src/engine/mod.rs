@@ -6,6 +6,7 @@
 //! are reduced on another thread to this rank's block of the mean, which the optimizer turns into a new `stored`.
 //! At lower stages `stored` is the whole parameter and nothing is gathered; the rest of the way is the same.
 
+mod backward;
 mod execute;
 mod missing;
 mod observe;
@@ -16,8 +17,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
-use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, Flex, TensorMetadata};
+use burn::backend::{Backend, TensorMetadata};
 use bytes::Bytes;
 use fsdp_core::{
     AbortCause, Accumulate, Action, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending, Phase, Plan,
@@ -84,6 +84,10 @@ struct State {
     in_backward: bool,
     /// The gradients of this backward count for nothing: its loss has weight 0.
     void: bool,
+    /// What the gradients of this backward are multiplied with.
+    weight: f64,
+    /// The first thing that backward asks for begins it, because a caller runs it together with forward.
+    backward_begins_itself: bool,
     /// Optimizer steps done.
     step: u64,
     /// Backwards since the last step.
@@ -168,6 +172,8 @@ impl Engine {
             last_entered: None,
             in_backward: false,
             void: false,
+            weight: 1.0,
+            backward_begins_itself: false,
             step: 0,
             backwards: 0,
             items: None,
@@ -201,6 +207,11 @@ impl Engine {
     /// Element type of what is stored of a parameter.
     pub(crate) fn stored_dtype(&self, param: usize) -> Dtype {
         if self.has_master(param) { self.dtypes.compute[param] } else { self.dtypes.master[param] }
+    }
+
+    /// Element type that the parameter is computed in.
+    pub(crate) fn compute_dtype(&self, param: usize) -> Dtype {
+        self.dtypes.compute[param]
     }
 
     /// Element types of all parameters and the loss scale, in words.
@@ -377,35 +388,6 @@ impl Engine {
         }
     }
 
-    /// Runs `backward` between the two ends that the schedule needs. `items` is how many items the losses of all ranks are
-    /// means over together, and whether this rank has any; `None` counts all losses alike.
-    pub(crate) fn backward<T>(&self, items: Option<(f64, bool)>, backward: impl FnOnce() -> T) -> Result<T, Error> {
-        self.begin_backward(items)?;
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(backward));
-        let mut state = self.lock();
-        self.rests(&mut state);
-        state.in_backward = false;
-        match result {
-            Ok(value) => {
-                state.backwards += 1;
-                let actions = state.schedule.end_backward();
-                self.run(&mut state, actions)?;
-                Ok(value)
-            }
-            Err(payload) => {
-                state.discard_gradients();
-                drop(state);
-                match payload.downcast::<EngineFailed>() {
-                    Ok(failed) => Err(failed.0),
-                    Err(payload) => {
-                        self.abandon_forward()?;
-                        std::panic::resume_unwind(payload)
-                    }
-                }
-            }
-        }
-    }
-
     /// Makes sure that all gradients since the last step are reduced, or being reduced.
     pub(crate) fn reduce_rest(&self) -> Result<(), Error> {
         let mut state = self.lock();
@@ -497,6 +479,9 @@ impl Engine {
     fn try_gather(&self, param: usize, given: FlexTensor, usage: Use) -> Result<FlexTensor, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
+        if usage == Use::Backward && state.backward_begins_itself {
+            self.backward_has_begun(&mut state)?;
+        }
         if state.in_backward && usage == Use::Forward {
             return Err(self.misuse(
                 &format!("parameter `{}` is used in a forward inside backward", spec.path),
@@ -547,67 +532,6 @@ impl Engine {
             ),
             "call `valid()` again after a step, and change weights before sharding or through the optimizer",
         ))
-    }
-
-    fn try_capture(&self, param: usize, gradient: FlexTensor) -> Result<(), Error> {
-        let mut state = self.lock();
-        if !state.in_backward {
-            return Err(self.misuse(
-                "backward reached this model without its `backward`, so its gradients would not be reduced",
-                "call `model.backward(loss)` in place of `loss.backward()`; a model inside another model's loss must be \
-                 frozen (`no_grad`) or be a field of it",
-            ));
-        }
-        if !state.void {
-            let sum = match state.local[param].take() {
-                Some(sum) => {
-                    state.held.local -= size_bytes(&sum);
-                    let dtype = host::burn_dtype(self.dtypes.master[param]).into();
-                    Flex::float_add(Flex::float_cast(sum, dtype), Flex::float_cast(gradient, dtype))
-                }
-                None => gradient,
-            };
-            state.held.local += size_bytes(&sum);
-            state.local[param] = Some(sum);
-            state.note();
-        }
-        let unit = self.plan.params()[param].unit;
-        self.computes(&mut state, SpanKind::Backward, unit);
-        let actions = state.schedule.gradient(unit);
-        if !actions.is_empty() {
-            self.rests(&mut state);
-        }
-        self.run(&mut state, actions)
-    }
-
-    fn begin_backward(&self, items: Option<(f64, bool)>) -> Result<(), Error> {
-        let mut state = self.lock();
-        state.void = items.is_some_and(|(_, any_here)| !any_here);
-        state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
-        self.rests(&mut state);
-        if state.schedule.needs_reduce_order() {
-            let (reduces, uses) = (state.schedule.expected_reduce_order(), state.schedule.first_uses().to_vec());
-            let reduces = self.agree_on_order("order of reductions", reduces, state.step)?;
-            state.schedule.set_reduce_order(reduces);
-            let uses = self.agree_on_order("order of first uses", uses, state.step)?;
-            state.schedule.set_first_uses(uses);
-        }
-        let last = state.backwards + 1 >= self.settings.accumulation;
-        state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
-        state.in_backward = true;
-        state.entered = 0;
-        state.last_entered = None;
-        Ok(())
-    }
-
-    /// Rank 0's order, for all.
-    fn agree_on_order(&self, what: &str, order: Vec<UnitIndex>, step: u64) -> Result<Vec<UnitIndex>, Error> {
-        let tag = OpTag::new(step, Phase::Control, what);
-        let bytes: Vec<u8> = order.iter().flat_map(|&unit| (unit as u64).to_le_bytes()).collect();
-        let mine = (self.links.control.rank() == 0).then(|| Bytes::from(bytes));
-        let agreed = self.links.control.broadcast(&tag, 0, mine)?;
-        let unit = |chunk: &[u8; 8]| u64::from_le_bytes(*chunk) as UnitIndex;
-        Ok(agreed.as_chunks::<8>().0.iter().map(unit).collect())
     }
 
     fn gather_part(&self, param: usize, shard: Bytes, dtype: Dtype) -> GatherPart {

@@ -37,6 +37,8 @@ impl ModuleMapper for Fill {
 }
 
 impl<M: Trial> Trial for Adapted<M> {
+    const DRAWS_AT_ONCE: bool = true;
+
     fn build(device: &Device) -> Self {
         // Adapters initialise their bases at once and on every rank, where seeds would depend on who comes first.
         Self { model: M::build(device).apply_lora(Lora::new(2, 3.0)).map(&mut Fill(0)) }
@@ -142,5 +144,25 @@ fn only_adapters_cost_gradients_and_optimizer_state() {
             assert_eq!(reduced, trained_bytes, "each rank sends the other's half, at {stage}");
             assert!(peak_gradients <= trained_bytes, "{peak_gradients} of {trained_bytes} at {stage}");
         }
+    }
+}
+
+#[test]
+fn the_whole_model_has_the_adapters_merged_and_is_in_full_precision() {
+    for (parameters, rounding) in [(Dtype::F32, 0.0), (Dtype::Bf16, 1.0 / 64.0)] {
+        let mut config = config(Stage::Parameters, 2);
+        config.precision.parameters = parameters;
+        launch(&config, move |rank| {
+            let whole = start::<Adapted<Mlp>>(&rank)?.whole()?;
+            let expected = plain_weights(&plain_model::<Adapted<Mlp>>().0.valid().materialize());
+            let got = plain_weights(&whole);
+            assert_eq!(got.len(), expected.len());
+            for ((path, expected), (_, got)) in expected.iter().zip(&got) {
+                let far = |(a, b): (&f32, &f32)| (a - b).abs() > rounding;
+                assert!(!expected.iter().zip(got).any(far), "{path} in {parameters}");
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }

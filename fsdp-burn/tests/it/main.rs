@@ -3,15 +3,19 @@
 // Helpers of tests fail by panicking, as tests do; clippy knows only functions marked `#[test]`.
 #![allow(clippy::unwrap_used)]
 
+mod buffers;
 mod checkpoint;
 mod common;
 mod control_flow;
 mod embedding;
+mod every_key;
 mod failure;
+mod learner;
 mod lora;
 mod numbers;
 mod offload;
 mod optimizers;
+mod pace;
 mod parity;
 mod precision;
 mod recompute;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use fsdp_burn::{
-    Config, Error, LaunchOptions, NonFinite, OffloadConfig, Placement, PrefetchConfig, Rank, SaveOptions, Stage,
-    StepOutcome, TierStats, Trace, TrainingConfig, launch, launch_with,
+    Config, Error, LaunchOptions, NonFinite, OffloadConfig, PrefetchConfig, Rank, SaveOptions, Stage, StepOutcome,
+    TierShares, TierStats, Trace, TrainingConfig, launch, launch_with,
 };
 use fsdp_core::{SpanKind, Tier, TierOptions, TraceStream};
 
@@ -18,8 +18,8 @@ use crate::common::run::{
 };
 
 const STEPS: usize = 20;
-const HALF: Placement = Placement { cpu: 0.0, nvme: 0.5 };
-const MIXED: Placement = Placement { cpu: 0.3, nvme: 0.4 };
+const HALF: TierShares = TierShares { cpu: 0.0, nvme: 0.5 };
+const MIXED: TierShares = TierShares { cpu: 0.3, nvme: 0.4 };
 
 /// A directory for runs, removed at the end; a run's own directory in it must be gone before that.
 struct Scratch(PathBuf);
@@ -37,7 +37,7 @@ impl Scratch {
     }
 
     /// The configuration with optimizer state, gradients and parameters placed like this.
-    fn offloaded(&self, config: &Config, [optimizer, gradients, parameters]: [Placement; 3]) -> Config {
+    fn offloaded(&self, config: &Config, [optimizer, gradients, parameters]: [TierShares; 3]) -> Config {
         let offload = OffloadConfig {
             optimizer,
             gradients,
@@ -89,10 +89,10 @@ fn run<M: Trial>(config: &Config, optimizer: Optimizer, steps: usize) -> (Outcom
 }
 
 /// All ways to place three kinds of state on the device or on a disk, but for none on a disk.
-fn combinations(stage: Stage) -> Vec<[Placement; 3]> {
-    let place = |on_disk: bool| if on_disk { Placement::NVME } else { Placement::DEVICE };
+fn combinations(stage: Stage) -> Vec<[TierShares; 3]> {
+    let place = |on_disk: bool| if on_disk { TierShares::NVME } else { TierShares::DEVICE };
     let all = (1..8_u8).map(|bits| [1, 2, 4].map(|bit| place(bits & bit != 0)));
-    all.filter(|[.., parameters]| stage.shards_parameters() || *parameters == Placement::DEVICE).collect()
+    all.filter(|[.., parameters]| stage.shards_parameters() || *parameters == TierShares::DEVICE).collect()
 }
 
 fn every_combination_has_the_bits_of_none(stage: Stage, world_size: usize) {
@@ -133,7 +133,7 @@ fn shares_and_host_memory_have_the_bits_of_none_and_move_their_share() {
     let base = config(Stage::Parameters, 2);
     let (expected, _) = run::<Mlp>(&base, Optimizer::AdamW, 5);
     let mut moved = Vec::new();
-    for tiers in [[HALF; 3], [Placement::NVME; 3], [MIXED; 3], [Placement::CPU; 3]] {
+    for tiers in [[HALF; 3], [TierShares::NVME; 3], [MIXED; 3], [TierShares::CPU; 3]] {
         let (got, stats) = run::<Mlp>(&scratch.offloaded(&base, tiers), Optimizer::AdamW, 5);
         assert_parity(&format!("{tiers:?}"), &expected, &got, Tolerance::EXACT);
         moved.push(stats.map_or(0, |stats| stats.written_bytes));
@@ -147,8 +147,8 @@ fn shares_and_host_memory_have_the_bits_of_none_and_move_their_share() {
 #[test]
 fn other_models_meshes_and_settings_have_the_bits_of_none() {
     let scratch = Scratch::new("others");
-    let all = [Placement::NVME; 3];
-    fn compare<M: Trial>(scratch: &Scratch, what: &str, base: &Config, tiers: [Placement; 3]) {
+    let all = [TierShares::NVME; 3];
+    fn compare<M: Trial>(scratch: &Scratch, what: &str, base: &Config, tiers: [TierShares; 3]) {
         let (expected, _) = run::<M>(base, Optimizer::Fused, 6);
         let (got, _) = run::<M>(&scratch.offloaded(base, tiers), Optimizer::Fused, 6);
         assert_parity(what, &expected, &got, Tolerance::EXACT);
@@ -170,10 +170,11 @@ fn other_models_meshes_and_settings_have_the_bits_of_none() {
         TrainingConfig { gradient_accumulation: 3, gradient_clip_norm: Some(0.01), ..TrainingConfig::default() };
     for stage in [Stage::Gradients, Stage::Parameters] {
         let base = Config { training: training.clone(), stage, ..base.clone() };
-        let tiers = if stage.shards_parameters() { all } else { [Placement::NVME, Placement::NVME, Placement::DEVICE] };
+        let tiers =
+            if stage.shards_parameters() { all } else { [TierShares::NVME, TierShares::NVME, TierShares::DEVICE] };
         compare::<Mlp>(&scratch, "three micro-batches and clipping", &base, tiers);
     }
-    let none = [Placement::NVME, Placement::NVME, Placement::DEVICE];
+    let none = [TierShares::NVME, TierShares::NVME, TierShares::DEVICE];
     compare::<Mlp>(&scratch, "stage 0", &config(Stage::Ddp, 2), none);
     compare::<Mlp>(&scratch, "one rank", &config(Stage::Parameters, 1), all);
 }
@@ -195,7 +196,7 @@ fn parameters_on_the_disk_are_held_only_around_their_use() {
     };
     let base = config(Stage::Parameters, 2);
     let (without, local) = peak(base.clone());
-    let (with, _) = peak(scratch.offloaded(&base, [Placement::DEVICE, Placement::DEVICE, Placement::NVME]));
+    let (with, _) = peak(scratch.offloaded(&base, [TierShares::DEVICE, TierShares::DEVICE, TierShares::NVME]));
     assert_eq!(without, local);
     assert!(with > 0 && with < local / 2, "{with} of {local}");
 }
@@ -225,7 +226,7 @@ fn a_checkpoint_holds_what_is_offloaded_and_loads_with_and_without_tiers() {
             })
         };
         let base = config(Stage::Parameters, 2);
-        let tiers = scratch.offloaded(&base, [Placement::NVME; 3]);
+        let tiers = scratch.offloaded(&base, [TierShares::NVME; 3]);
         let straight = train(&base, root.clone(), false, 6, None);
         let (from_tiers, from_memory) = (root.join(format!("tiers-{number}")), root.join(format!("memory-{number}")));
         train(&tiers, from_tiers.clone(), false, 4, Some(3));
@@ -250,7 +251,7 @@ fn the_trace_shows_reads_and_writes_beside_the_steps() {
     let scratch = Scratch::new("trace");
     let trace = Arc::new(Trace::new());
     let options = LaunchOptions { trace: Some(trace.clone()), ..LaunchOptions::default() };
-    let config = scratch.offloaded(&config(Stage::Parameters, 2), [Placement::NVME; 3]);
+    let config = scratch.offloaded(&config(Stage::Parameters, 2), [TierShares::NVME; 3]);
     let waits = launch_with(&config, options, |rank| {
         let mut model = start::<Gpt>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
@@ -271,7 +272,7 @@ fn the_trace_shows_reads_and_writes_beside_the_steps() {
 }
 
 /// Trains until `harm`, called by rank 1 after the second step with its file, makes a rank fail; each rank's own error.
-fn fails(scratch: &Scratch, tiers: [Placement; 3], harm: fn(&Path) -> Result<(), Error>) -> (Error, Vec<String>) {
+fn fails(scratch: &Scratch, tiers: [TierShares; 3], harm: fn(&Path) -> Result<(), Error>) -> (Error, Vec<String>) {
     let errors: Arc<Mutex<BTreeMap<usize, String>>> = Arc::default();
     let noted = errors.clone();
     let file = scratch.nvme().join("rank-1.tier");
@@ -303,7 +304,7 @@ fn fails(scratch: &Scratch, tiers: [Placement; 3], harm: fn(&Path) -> Result<(),
 #[test]
 fn damage_on_one_ranks_disk_ends_every_rank_with_the_place_and_leaves_nothing() {
     let scratch = Scratch::new("damage");
-    let [on, off] = [Placement::NVME, Placement::DEVICE];
+    let [on, off] = [TierShares::NVME, TierShares::DEVICE];
     type Harm = fn(&Path) -> Result<(), Error>;
     let overwrite: Harm = |file| {
         let file = File::options().write(true).open(file).unwrap();
@@ -340,10 +341,10 @@ fn damage_on_one_ranks_disk_ends_every_rank_with_the_place_and_leaves_nothing() 
 #[test]
 fn a_rank_that_dies_leaves_nothing_on_the_disk() {
     let scratch = Scratch::new("death");
-    let (error, _) = fails(&scratch, [Placement::NVME; 3], |_| panic!("killed"));
+    let (error, _) = fails(&scratch, [TierShares::NVME; 3], |_| panic!("killed"));
     assert!(error.to_string().contains("killed"), "{error}");
     scratch.assert_nothing_left("a rank that panics");
-    let (error, errors) = fails(&scratch, [Placement::NVME; 3], |_| Err(Error::program("gives up")));
+    let (error, errors) = fails(&scratch, [TierShares::NVME; 3], |_| Err(Error::program("gives up")));
     assert!(error.to_string().contains("gives up"), "{error}");
     assert!(errors.iter().all(|error| error.contains("gives up")), "{errors:?}");
     scratch.assert_nothing_left("a rank that fails");
@@ -353,7 +354,7 @@ fn a_rank_that_dies_leaves_nothing_on_the_disk() {
 fn a_second_run_in_the_directory_is_refused_before_it_begins() {
     let scratch = Scratch::new("second");
     let first = Tier::open(&TierOptions::new(scratch.nvme(), 0, 1)).unwrap();
-    let config = scratch.offloaded(&config(Stage::Parameters, 2), [Placement::NVME; 3]);
+    let config = scratch.offloaded(&config(Stage::Parameters, 2), [TierShares::NVME; 3]);
     let error = launch(&config, |_| Ok(())).unwrap_err().to_string();
     assert!(error.contains("rank-0.tier is locked by another run") && error.contains("nvme_path"), "{error}");
     drop(first);

@@ -11,8 +11,8 @@ use fsdp_burn::{
 
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
 use crate::common::run::{
-    BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, sharded,
-    share, start, weights,
+    BATCH, Optimizer, Outcome, SEED, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar,
+    seeded, sharded, share, start, weights,
 };
 
 fn half(stage: Stage, world_size: usize, parameters: Dtype) -> Config {
@@ -239,7 +239,9 @@ fn a_unit_can_have_a_precision_of_its_own() {
         launch(&half(stage, 2, Dtype::Bf16), |rank| {
             let device = rank.device();
             let linear = || LinearConfig::new(6, 6).init(&device);
+            let turn = rank.is_main().then(|| seeded(&device, SEED));
             let mut model = rank.shard(TwoPrecisions { body: linear(), head: linear() })?;
+            drop(turn);
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             for step in 0..2 {
                 let body = model.body.forward(model.cast_input(rows(step, 0..4, 6, &device)));

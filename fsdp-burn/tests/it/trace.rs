@@ -57,6 +57,8 @@ fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
             actions.extend(schedule.gradient(unit));
         }
         actions.extend(schedule.end_backward());
+        // For the norm, as the default of `non_finite` asks.
+        schedule.finish_reduces();
         ahead = schedule.step();
         actions
     };

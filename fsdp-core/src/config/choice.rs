@@ -67,3 +67,15 @@ named_choice! {
         Propagate = "propagate",
     }
 }
+
+named_choice! {
+    /// Whose running statistics (batch norm) and other buffers all ranks go on with after an optimizer step.
+    Buffers {
+        /// The mean over the ranks.
+        Sync = "sync",
+        /// Rank 0's.
+        Rank0 = "rank 0",
+        /// Each rank its own; a checkpoint has rank 0's.
+        Local = "local",
+    }
+}

@@ -1,7 +1,7 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
-use super::choice::{Accumulate, GradientReduction, NonFinite};
-use super::offload::Placement;
+use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+use super::offload::TierShares;
 use super::{Config, print};
 use crate::{Dtype, LossScale, Mesh, Stage};
 
@@ -41,7 +41,7 @@ pub(super) enum Kind {
     /// A path, or nothing.
     OptionalPath { get: fn(&Config) -> Option<&str>, set: fn(&mut Config, Option<String>) },
     /// A tier, or a table of shares.
-    Tiers { get: fn(&Config) -> Placement, set: fn(&mut Config, Placement) },
+    Tiers { get: fn(&Config) -> TierShares, set: fn(&mut Config, TierShares) },
     /// A table of axes, or nothing.
     OptionalMesh { get: fn(&Config) -> Option<&Mesh>, set: fn(&mut Config, Option<Mesh>) },
 }
@@ -75,9 +75,14 @@ impl ConfigKey {
         }
     }
 
+    /// The value in `config` as TOML, or `None` where an optional key is not set.
+    pub fn value(&self, config: &Config) -> Option<String> {
+        print::value(&self.kind, config)
+    }
+
     /// The default as TOML, or `None` for an optional key.
     pub fn default_value(&self) -> Option<String> {
-        print::value(&self.kind, &Config::default())
+        self.value(&Config::default())
     }
 }
 
@@ -317,6 +322,18 @@ static KEYS: &[ConfigKey] = &[
             names: NonFinite::NAMES,
             get: |config| config.training.non_finite as usize,
             set: |config, index| config.training.non_finite = NonFinite::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "training",
+        name: "buffers",
+        meaning: "The running statistics (batch norm) that all ranks go on with after an optimizer step: \"sync\" the mean \
+                  over the ranks, \"rank 0\" those of rank 0, \"local\" each rank its own (a checkpoint has rank 0's).",
+        cost: "\"sync\": an all-reduce of the statistics per step; \"rank 0\": a broadcast. Models without them: none.",
+        kind: Kind::Choice {
+            names: Buffers::NAMES,
+            get: |config| config.training.buffers as usize,
+            set: |config, index| config.training.buffers = Buffers::ALL[index],
         },
     },
     ConfigKey {

@@ -4,6 +4,7 @@
 //! be accepted without meaning anything.
 
 mod choice;
+mod deepspeed;
 mod error;
 mod keys;
 mod nearest;
@@ -15,10 +16,11 @@ mod tree;
 use std::path::Path;
 use std::time::Duration;
 
-pub use choice::{Accumulate, GradientReduction, NonFinite};
+pub use choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+pub use deepspeed::{Fate, Translated, TranslatedItem};
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
-pub use offload::{OffloadConfig, Placement};
+pub use offload::{OffloadConfig, TierShares};
 
 use crate::{Dtype, LossScale, Mesh, Stage};
 
@@ -110,6 +112,8 @@ pub struct TrainingConfig {
     pub gradient_clip_value: Option<f64>,
     /// What to do when the global gradient norm is NaN or infinite. Default: [`NonFinite::Error`].
     pub non_finite: NonFinite,
+    /// Whose running statistics the ranks go on with. Default: [`Buffers::Sync`], the mean of all.
+    pub buffers: Buffers,
 }
 
 impl Default for Config {
@@ -159,6 +163,7 @@ impl Default for TrainingConfig {
             gradient_norm_order: 2.0,
             gradient_clip_value: None,
             non_finite: NonFinite::default(),
+            buffers: Buffers::default(),
         }
     }
 }
@@ -283,6 +288,7 @@ mod tests {
             gradient_clip_norm = 1
             gradient_norm_order = "inf"
             non_finite = "skip"
+            buffers = "rank 0"
             [offload]
             optimizer = { nvme = 0.75, cpu = 0.25 }
             gradients = "cpu"
@@ -296,7 +302,8 @@ mod tests {
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
-                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip"},
+                         "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip",
+                         "buffers": "rank 0"},
             "offload": {"optimizer": {"nvme": 0.75, "cpu": 0.25}, "gradients": "cpu", "nvme_path": "/nvme/run \"1\"",
                         "nvme_buffer_bytes": 8192, "nvme_block_bytes": 4096, "nvme_checksums": false}
         }"#;
@@ -322,11 +329,12 @@ mod tests {
                 gradient_norm_order: f64::INFINITY,
                 gradient_clip_value: None,
                 non_finite: NonFinite::Skip,
+                buffers: Buffers::Rank0,
             },
             offload: OffloadConfig {
-                optimizer: Placement { cpu: 0.25, nvme: 0.75 },
-                gradients: Placement::CPU,
-                parameters: Placement::DEVICE,
+                optimizer: TierShares { cpu: 0.25, nvme: 0.75 },
+                gradients: TierShares::CPU,
+                parameters: TierShares::DEVICE,
                 nvme_path: Some("/nvme/run \"1\"".to_owned()),
                 nvme_buffer_bytes: 8192,
                 nvme_block_bytes: 4096,
@@ -380,13 +388,13 @@ mod tests {
     }
 
     prop_compose! {
-        fn any_placement()(kind in 0..5u8, share in 0.0..=1.0f64, part in 0.0..=1.0f64) -> Placement {
+        fn any_placement()(kind in 0..5u8, share in 0.0..=1.0f64, part in 0.0..=1.0f64) -> TierShares {
             match kind {
-                0 => Placement::DEVICE,
-                1 => Placement::CPU,
-                2 => Placement::NVME,
-                3 => Placement { cpu: 0.0, nvme: share },
-                _ => Placement { cpu: share * part, nvme: share * (1.0 - part) },
+                0 => TierShares::DEVICE,
+                1 => TierShares::CPU,
+                2 => TierShares::NVME,
+                3 => TierShares { cpu: 0.0, nvme: share },
+                _ => TierShares { cpu: share * part, nvme: share * (1.0 - part) },
             }
         }
     }
@@ -422,13 +430,13 @@ mod tests {
                 Just(LossScale::Dynamic), (1e-30..1e30f64).prop_map(LossScale::Fixed)
             ]),
             gradient_accumulation in 1..100usize,
-            (accumulate, reduction, non_finite) in (0..2usize, 0..2usize, 0..3usize),
+            (accumulate, reduction, non_finite, buffers) in (0..2usize, 0..2usize, 0..3usize, 0..3usize),
             (clipping, most) in (0..3u8, 1e-30..1e30f64),
             gradient_norm_order in prop_oneof![Just(f64::INFINITY), 1.0..20.0f64],
             offload in any_offload(),
         ) -> Config {
             // Whole parameters are not offloaded.
-            let parameters = if stage == 3 { offload.parameters } else { Placement::DEVICE };
+            let blocks = if stage == 3 { offload.parameters } else { TierShares::DEVICE };
             let mesh = match mesh {
                 0 => None,
                 1 => Some(vec![(Axis::Replicate, replicate), (Axis::Shard, shard)]),
@@ -457,8 +465,9 @@ mod tests {
                     gradient_norm_order,
                     gradient_clip_value: (clipping == 2).then_some(most),
                     non_finite: NonFinite::ALL[non_finite],
+                    buffers: Buffers::ALL[buffers],
                 },
-                offload: OffloadConfig { parameters, ..offload },
+                offload: OffloadConfig { parameters: blocks, ..offload },
             }
         }
     }

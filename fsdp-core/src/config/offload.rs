@@ -3,29 +3,29 @@
 /// Where one kind of state lies: shares of its bytes by tier, in 0 to 1. What is left lies on the device.
 ///
 /// ```
-/// use fsdp_core::Placement;
+/// use fsdp_core::TierShares;
 ///
-/// let mostly = Placement { cpu: 0.0, nvme: 0.8 };
+/// let mostly = TierShares { cpu: 0.0, nvme: 0.8 };
 /// // Whole parameters are placed, spread evenly over the model, until the share is reached.
 /// assert_eq!(mostly.on_nvme(&[100; 5]), [true, true, true, true, false]);
-/// assert_eq!(Placement::NVME.on_nvme(&[7, 0]), [true, false]);
-/// assert_eq!(Placement::DEVICE.on_nvme(&[7, 0]), [false, false]);
+/// assert_eq!(TierShares::NVME.on_nvme(&[7, 0]), [true, false]);
+/// assert_eq!(TierShares::DEVICE.on_nvme(&[7, 0]), [false, false]);
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Placement {
+pub struct TierShares {
     /// In host memory. Where the device computes in host memory, as the CPU backend does, that is the same place.
     pub cpu: f64,
     /// In a file on a disk.
     pub nvme: f64,
 }
 
-impl Placement {
+impl TierShares {
     /// All on the device.
-    pub const DEVICE: Placement = Placement { cpu: 0.0, nvme: 0.0 };
+    pub const DEVICE: TierShares = TierShares { cpu: 0.0, nvme: 0.0 };
     /// All in host memory.
-    pub const CPU: Placement = Placement { cpu: 1.0, nvme: 0.0 };
+    pub const CPU: TierShares = TierShares { cpu: 1.0, nvme: 0.0 };
     /// All on a disk.
-    pub const NVME: Placement = Placement { cpu: 0.0, nvme: 1.0 };
+    pub const NVME: TierShares = TierShares { cpu: 0.0, nvme: 1.0 };
 
     /// Which parameters, given by their bytes, lie on a disk. Empty ones never do.
     pub fn on_nvme(&self, bytes: &[usize]) -> Vec<bool> {
@@ -54,7 +54,7 @@ impl Placement {
             .find_map(|(name, placement)| (placement == *self).then_some(name))
     }
 
-    /// The opposite of [`Placement::name`].
+    /// The opposite of [`TierShares::name`].
     pub(super) fn named(name: &str) -> Option<Self> {
         [Self::DEVICE, Self::CPU, Self::NVME].into_iter().find(|placement| placement.name() == Some(name))
     }
@@ -67,11 +67,11 @@ impl Placement {
 #[derive(Clone, Debug, PartialEq)]
 pub struct OffloadConfig {
     /// Optimizer state. Default: on the device.
-    pub optimizer: Placement,
+    pub optimizer: TierShares,
     /// Reduced gradients, until the step. Default: on the device.
-    pub gradients: Placement,
+    pub gradients: TierShares,
     /// Parameters, at stage 3: each rank's blocks, between gathers. Default: on the device.
-    pub parameters: Placement,
+    pub parameters: TierShares,
     /// The run's directory on a disk. Needed where anything is placed on NVMe. Default: `None`.
     pub nvme_path: Option<String>,
     /// Memory of each rank for blocks on their way to and from the disk, in bytes. Default: 16 MiB.
@@ -85,9 +85,9 @@ pub struct OffloadConfig {
 impl Default for OffloadConfig {
     fn default() -> Self {
         Self {
-            optimizer: Placement::DEVICE,
-            gradients: Placement::DEVICE,
-            parameters: Placement::DEVICE,
+            optimizer: TierShares::DEVICE,
+            gradients: TierShares::DEVICE,
+            parameters: TierShares::DEVICE,
             nvme_path: None,
             nvme_buffer_bytes: 16 << 20,
             nvme_block_bytes: 1 << 20,
@@ -119,7 +119,7 @@ mod tests {
             nvme in 0.0..=1.0f64,
             bytes in proptest::collection::vec(0..1000usize, 0..40),
         ) {
-            let placed = Placement { cpu: 0.0, nvme }.on_nvme(&bytes);
+            let placed = TierShares { cpu: 0.0, nvme }.on_nvme(&bytes);
             let on_disk: usize = bytes.iter().zip(&placed).filter(|(_, placed)| **placed).map(|(bytes, _)| bytes).sum();
             let (total, largest) = (bytes.iter().sum::<usize>() as f64, bytes.iter().copied().max().unwrap_or(0) as f64);
             prop_assert!((on_disk as f64 - nvme * total).abs() <= largest, "{on_disk} of {total} at {nvme}");

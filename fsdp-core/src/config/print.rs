@@ -107,6 +107,7 @@ gradient_reduction = "mean"
 gradient_norm_order = 2.0
 # gradient_clip_value is not set
 non_finite = "error"
+buffers = "sync"
 [offload]
 optimizer = "device"
 gradients = "device"

@@ -4,7 +4,7 @@ use super::Config;
 use super::error::{ConfigError, Location, Place};
 use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
-use super::offload::Placement;
+use super::offload::TierShares;
 use super::tree::{Entry, Value};
 use crate::{Axis, LossScale, Mesh};
 
@@ -35,7 +35,7 @@ fn check_offload(config: &Config, at: Location) -> Result<(), ConfigError> {
         let why = "places state on NVMe, which needs a directory on a disk".to_owned();
         return Err(needs(key, why, "set `nvme_path` under [offload]"));
     }
-    if offload.parameters != Placement::DEVICE && !config.stage.shards_parameters() {
+    if offload.parameters != TierShares::DEVICE && !config.stage.shards_parameters() {
         let stage = config.stage.number();
         let why =
             format!("offloads blocks of parameters, which stage {stage} does not have: every rank uses them whole");
@@ -89,7 +89,7 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             None => return Ok(()),
         },
         Kind::Tiers { get, .. } => {
-            let Placement { cpu, nvme } = get(config);
+            let TierShares { cpu, nvme } = get(config);
             (get(config).is_valid(), format!("{{ cpu = {cpu:?}, nvme = {nvme:?} }}"))
         }
         // An element type that no precision can be set to is beyond the names.
@@ -193,10 +193,10 @@ impl Reader<'_> {
             },
             (Kind::Flag { set, .. }, Value::Bool(flag)) => set(&mut self.config, flag),
             (Kind::OptionalPath { set, .. }, Value::Text(path)) => set(&mut self.config, Some(path)),
-            (Kind::Tiers { set, .. }, Value::Text(name)) => match Placement::named(&name) {
+            (Kind::Tiers { set, .. }, Value::Text(name)) => match TierShares::named(&name) {
                 Some(placement) => set(&mut self.config, placement),
                 None => {
-                    let (at, allowed) = (self.at(place), Placement::NAMES);
+                    let (at, allowed) = (self.at(place), TierShares::NAMES);
                     let nearest = nearest(&name, allowed.iter().copied());
                     return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
                 }
@@ -243,8 +243,8 @@ impl Reader<'_> {
     }
 
     /// Shares by tier.
-    fn shares(&self, key: &str, entries: Vec<Entry>) -> Result<Placement, ConfigError> {
-        let mut placement = Placement::DEVICE;
+    fn shares(&self, key: &str, entries: Vec<Entry>) -> Result<TierShares, ConfigError> {
+        let mut placement = TierShares::DEVICE;
         for entry in entries {
             let path = format!("{key}.{}", entry.key);
             let share = match entry.key.as_str() {
@@ -463,7 +463,7 @@ mod tests {
             assert_eq!(refusal(toml), text);
         }
         let shares = Config::from_toml("offload = { optimizer = { nvme = 1 }, nvme_path = \"d\" }", "t").unwrap();
-        assert_eq!(shares.offload.optimizer, Placement::NVME);
+        assert_eq!(shares.offload.optimizer, TierShares::NVME);
     }
 
     #[test]

@@ -309,11 +309,14 @@ mod tests {
         Tier::serve(options, file, TierEngine::Threads, engine).unwrap()
     }
 
+    /// What an engine answers, from the answer's number and what the threads answered.
+    type Alter = dyn FnMut(usize, &mut Op, io::Result<usize>) -> io::Result<usize> + Send;
+
     /// Threads, with answers of another system in place of some of theirs.
     struct Altered {
         threads: Threads,
         /// Gets the number of the answer, from 0.
-        alter: Box<dyn FnMut(usize, &mut Op, io::Result<usize>) -> io::Result<usize> + Send>,
+        alter: Box<Alter>,
         num_done: usize,
     }
 

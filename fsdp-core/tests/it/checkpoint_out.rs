@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use fsdp_core::checkpoint::{
     BlockData, Checkpoint, ConsolidateOptions, SaveOptions, Snapshot, StoredDtype, TensorBlock, TensorKind,
@@ -15,16 +15,11 @@ use fsdp_core::{Mesh, ShardLayout};
 use safetensors::SafeTensors;
 
 use crate::checkpoint_state::{each_rank, save_on, snapshot, tensors};
+use crate::command::fsdp;
 
 fn saved(dir: &Path) -> Checkpoint {
     let saved = save_on(dir, 4, &Mesh::one_dim(3), SaveOptions::default());
     Checkpoint::open(saved.dir, Verify::Checksums).unwrap()
-}
-
-fn fsdp(arguments: &[&str]) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_fsdp")).args(arguments).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (status.code().unwrap(), text(&stdout), text(&stderr))
 }
 
 /// Every tensor of a file, by name, with its bytes.

@@ -7,11 +7,14 @@ mod checkpoint_kill;
 #[cfg(feature = "cli")]
 mod checkpoint_out;
 mod checkpoint_state;
+#[cfg(feature = "cli")]
+mod command;
 mod conformance;
 mod failure;
 mod schedule;
 mod schedule_property;
 mod schedule_tiers;
+mod simulate;
 mod stream;
 mod streamed;
 mod tier;

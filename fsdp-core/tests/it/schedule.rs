@@ -259,6 +259,17 @@ fn a_step_gathers_what_the_next_forward_starts_with_as_soon_as_it_is_updated() {
     assert_eq!(forward[4..], [Gather(4), WaitGather(3), Free(3), WaitGather(4)]);
 }
 
+/// As with clipping by the norm of all gradients.
+#[test]
+fn a_step_whose_gradients_are_all_there_begins_with_what_forward_uses_first() {
+    let mut schedule = schedule(&[KEPT, UNIT, UNIT, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3]);
+    forward(&mut schedule, &[0, 1, 2, 3]);
+    backward(&mut schedule, &[0, 1, 2, 3]);
+    schedule.finish_reduces();
+    assert_eq!(schedule.step(), [Step(0), Gather(0), Step(1), Gather(1), Step(2), Gather(2), Step(3)]);
+}
+
 #[test]
 fn a_step_gathers_nothing_ahead_without_prefetch_or_above_the_limit() {
     let mut on_demand = schedule(&[UNIT; 3], 0);

@@ -7,8 +7,8 @@ use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{CrossEntropyLossConfig, MseLoss, Reduction};
 use burn::nn::pool::{AvgPool2d, AvgPool2dConfig};
 use burn::nn::{
-    Embedding, EmbeddingConfig, GroupNorm, GroupNormConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig,
-    PaddingConfig2d,
+    BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, GroupNorm, GroupNormConfig, LayerNorm, LayerNormConfig,
+    Linear, LinearConfig, PaddingConfig2d, RmsNorm, RmsNormConfig,
 };
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::module::attention;
@@ -20,6 +20,8 @@ use super::run::BATCH;
 
 /// A model with data of its own, so that one test fits all models.
 pub(crate) trait Trial: Module + ModuleDisplay + Sharded + 'static {
+    /// Whether building it draws random numbers at once, on every rank.
+    const DRAWS_AT_ONCE: bool = false;
     /// Builds the model, lazily initialised.
     fn build(device: &Device) -> Self;
     /// The mean loss over some samples of a batch.
@@ -427,5 +429,39 @@ impl Trial for Masked {
         let row = Tensor::<1, Int>::arange(0..6, device).reshape([6, 1]).repeat_dim(1, 7);
         let bias = self.bias.val().neg().mask_fill(row.greater_equal_elem(used), 0.0).sum_dim(0);
         distance(self.output.forward(rows(batch + 1, samples.clone(), 7, device) + bias), batch, samples, device)
+    }
+}
+
+/// Layers that look at the shape of what the model stores; two have running statistics, in a unit and in the root.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Normed {
+    #[shard(unit)]
+    input: Linear,
+    #[shard(unit)]
+    inner: BatchNorm,
+    #[shard(unit)]
+    middle: Linear,
+    outer: BatchNorm,
+    scaled: RmsNorm,
+    output: Linear,
+}
+
+impl Trial for Normed {
+    fn build(device: &Device) -> Self {
+        Self {
+            input: LinearConfig::new(7, 5).init(device),
+            inner: BatchNormConfig::new(5).init(device),
+            middle: LinearConfig::new(5, 7).init(device),
+            outer: BatchNormConfig::new(7).init(device),
+            scaled: RmsNormConfig::new(7).init(device),
+            output: LinearConfig::new(7, 3).init(device),
+        }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = self.input.forward(rows(batch + 1, samples.clone(), 7, device));
+        let x = self.middle.forward(gelu(self.inner.forward(x)));
+        let x = self.scaled.forward(gelu(self.outer.forward(x)));
+        distance(self.output.forward(x), batch, samples, device)
     }
 }

@@ -221,6 +221,13 @@ pub(crate) fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
 
 /// As [`start`], on another device than the rank's own.
 pub(crate) fn start_on<M: Trial>(rank: &Rank, device: Device) -> Result<ShardedModel<M>, Error> {
+    if M::DRAWS_AT_ONCE {
+        let turn = seeded(&device, SEED);
+        let model = M::build(&device);
+        // Rank 0 would wait for the others in what follows, and they for their turn.
+        drop(turn);
+        return rank.shard(model);
+    }
     // Only rank 0 reads its parameters, and so draws random numbers.
     let _turn = rank.is_main().then(|| seeded(&device, SEED));
     rank.shard(M::build(&device))

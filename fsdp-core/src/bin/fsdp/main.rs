@@ -1,18 +1,30 @@
-//! The command `fsdp`: what there is to do with checkpoints outside of a training program.
+//! The command `fsdp`: what there is to do before and after a training program.
 //!
-//! Exit codes: 0 where all is well, 1 where something failed or is damaged, 2 for a command that cannot be understood.
+//! Exit codes: 0 where all is well, 1 where something failed, is damaged or differs, 2 for a command that cannot be
+//! understood.
 
+mod bench;
+mod config;
 mod consolidate;
 mod inspect;
+mod machine;
+mod model;
+mod number;
+mod page;
+mod plan;
+mod shell;
+mod simulate;
 mod size;
+mod table;
+mod words;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
-/// Sharded training for Burn: tools.
+/// Sharded training for Burn: tools
 #[derive(Parser)]
-#[command(name = "fsdp", version, arg_required_else_help = true)]
+#[command(name = "fsdp", version, arg_required_else_help = true, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -20,14 +32,26 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Consolidate(consolidate::Consolidate),
+    Plan(Box<plan::Plan>),
+    Simulate(Box<simulate::Simulate>),
+    Bench(bench::Bench),
+    Config(config::ConfigCommand),
     Inspect(inspect::Inspect),
+    Consolidate(consolidate::Consolidate),
+    Completions(shell::Completions),
+    Man(shell::Man),
 }
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Consolidate(command) => command.run(),
+        Command::Plan(command) => command.run(),
+        Command::Simulate(command) => command.run(),
+        Command::Bench(command) => command.run(),
+        Command::Config(command) => command.run(),
         Command::Inspect(command) => command.run(),
+        Command::Consolidate(command) => command.run(),
+        Command::Completions(command) => command.run(Cli::command()),
+        Command::Man(command) => command.run(Cli::command()),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("error: {error}");

@@ -1,0 +1,150 @@
+//! Backward: its two ends, and the gradients that arrive in between.
+//!
+//! [Note: Backward begins by itself]
+//! Burn's learner calls a model's `TrainStep::step`, and the user's code in there calls `loss.backward()`. So nobody tells
+//! the engine where forward ends: the first gather or gradient that only backward asks for does.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use burn::backend::Flex;
+use burn::backend::flex::FlexTensor;
+use burn::backend::ops::FloatTensorOps;
+use bytes::Bytes;
+use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
+
+use super::{Engine, EngineFailed, State, size_bytes};
+use crate::{Error, host};
+
+impl Engine {
+    /// Runs `backward` between the two ends that the schedule needs. `items` is how many items the losses of all ranks are
+    /// means over together, and whether this rank has any; `None` counts all losses alike.
+    pub(crate) fn backward<T>(&self, items: Option<(f64, bool)>, backward: impl FnOnce() -> T) -> Result<T, Error> {
+        self.begin_backward(&mut self.lock(), items)?;
+        self.end_backward(catch_unwind(AssertUnwindSafe(backward)))
+    }
+
+    fn end_backward<T>(&self, result: std::thread::Result<T>) -> Result<T, Error> {
+        let mut state = self.lock();
+        self.rests(&mut state);
+        state.in_backward = false;
+        match result {
+            Ok(value) => {
+                state.backwards += 1;
+                let actions = state.schedule.end_backward();
+                self.run(&mut state, actions)?;
+                Ok(value)
+            }
+            Err(payload) => {
+                state.discard_gradients();
+                drop(state);
+                match payload.downcast::<EngineFailed>() {
+                    Ok(failed) => Err(failed.0),
+                    Err(payload) => {
+                        self.abandon_forward()?;
+                        resume_unwind(payload)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Runs `step`, a forward with its backward, which belong to a caller that knows nothing of this engine; see
+    /// [Note: Backward begins by itself]. The gradients are multiplied with `weight`; with a weight of 0 they count for nothing,
+    /// whatever they are.
+    #[cfg_attr(not(feature = "learner"), expect(dead_code))]
+    pub(crate) fn forward_and_backward<T>(&self, weight: f64, step: impl FnOnce() -> T) -> Result<T, Error> {
+        {
+            let mut state = self.lock();
+            (state.void, state.weight, state.backward_begins_itself) = (weight == 0.0, weight, true);
+        }
+        let result = catch_unwind(AssertUnwindSafe(step));
+        let begun = match result {
+            // Where this rank has had no backward, the others still wait for its part in their reductions.
+            Ok(_) => self.backward_has_begun(&mut self.lock()),
+            Err(_) => Ok(()),
+        };
+        self.lock().backward_begins_itself = false;
+        begun?;
+        let ended = self.end_backward(result);
+        let mut state = self.lock();
+        (state.void, state.weight) = (false, 1.0);
+        ended
+    }
+
+    /// Something that only backward does is about to happen.
+    pub(super) fn backward_has_begun(&self, state: &mut State) -> Result<(), Error> {
+        if state.in_backward { Ok(()) } else { self.start_backward(state) }
+    }
+
+    pub(super) fn try_capture(&self, param: usize, gradient: FlexTensor) -> Result<(), Error> {
+        let mut state = self.lock();
+        if state.backward_begins_itself {
+            self.backward_has_begun(&mut state)?;
+        }
+        if !state.in_backward {
+            return Err(self.misuse(
+                "backward reached this model without its `backward`, so its gradients would not be reduced",
+                "call `model.backward(loss)` in place of `loss.backward()`; a model inside another model's loss must be \
+                 frozen (`no_grad`) or be a field of it",
+            ));
+        }
+        if !state.void {
+            // Multiplying by 1 changes nothing but the time it takes.
+            let gradient = match state.weight {
+                1.0 => gradient,
+                weight => Flex::float_mul_scalar(gradient, weight.into()),
+            };
+            let sum = match state.local[param].take() {
+                Some(sum) => {
+                    state.held.local -= size_bytes(&sum);
+                    let dtype = host::burn_dtype(self.dtypes.master[param]).into();
+                    Flex::float_add(Flex::float_cast(sum, dtype), Flex::float_cast(gradient, dtype))
+                }
+                None => gradient,
+            };
+            state.held.local += size_bytes(&sum);
+            state.local[param] = Some(sum);
+            state.note();
+        }
+        let unit = self.plan.params()[param].unit;
+        self.computes(&mut state, SpanKind::Backward, unit);
+        let actions = state.schedule.gradient(unit);
+        if !actions.is_empty() {
+            self.rests(&mut state);
+        }
+        self.run(&mut state, actions)
+    }
+
+    fn begin_backward(&self, state: &mut State, items: Option<(f64, bool)>) -> Result<(), Error> {
+        state.void = items.is_some_and(|(_, any_here)| !any_here);
+        state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
+        self.start_backward(state)
+    }
+
+    fn start_backward(&self, state: &mut State) -> Result<(), Error> {
+        self.rests(state);
+        if state.schedule.needs_reduce_order() {
+            let (reduces, uses) = (state.schedule.expected_reduce_order(), state.schedule.first_uses().to_vec());
+            let reduces = self.agree_on_order("order of reductions", reduces, state.step)?;
+            state.schedule.set_reduce_order(reduces);
+            let uses = self.agree_on_order("order of first uses", uses, state.step)?;
+            state.schedule.set_first_uses(uses);
+        }
+        let last = state.backwards + 1 >= self.settings.accumulation;
+        state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
+        state.in_backward = true;
+        state.entered = 0;
+        state.last_entered = None;
+        Ok(())
+    }
+
+    /// Rank 0's order, for all.
+    fn agree_on_order(&self, what: &str, order: Vec<UnitIndex>, step: u64) -> Result<Vec<UnitIndex>, Error> {
+        let tag = OpTag::new(step, Phase::Control, what);
+        let bytes: Vec<u8> = order.iter().flat_map(|&unit| (unit as u64).to_le_bytes()).collect();
+        let mine = (self.links.control.rank() == 0).then(|| Bytes::from(bytes));
+        let agreed = self.links.control.broadcast(&tag, 0, mine)?;
+        let unit = |chunk: &[u8; 8]| u64::from_le_bytes(*chunk) as UnitIndex;
+        Ok(agreed.as_chunks::<8>().0.iter().map(unit).collect())
+    }
+}

@@ -1,0 +1,235 @@
+//! The options that say what the ranks run on.
+
+use std::error::Error;
+use std::path::PathBuf;
+
+use clap::Args;
+use fsdp_core::{
+    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, Mesh, NamedLink, Network, Profile, Speed,
+};
+
+use crate::model::ModelArgs;
+use crate::number::{parse_above_zero, parse_not_negative, parse_positive, parse_share};
+use crate::size::parse_size;
+use crate::table::{rate, seconds};
+
+#[derive(Args)]
+#[command(next_help_heading = "Ranks and machine")]
+pub(crate) struct MachineArgs {
+    /// Configuration of the run, TOML or JSON: stage, mesh, prefetch, accumulation, clipping
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Number of ranks, one on each GPU, in place of the configuration's
+    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    gpus: Option<usize>,
+    /// Copies of the model, each cut over the other ranks, in place of the configuration's mesh
+    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    replicate: Option<usize>,
+    /// GPUs of one node
+    #[arg(long, value_name = "N", default_value = "8", value_parser = parse_positive)]
+    gpus_per_node: usize,
+    /// Device: H100, H200, A100 or 4090 [default: H100, unless --profile is given]
+    #[arg(long, value_name = "NAME")]
+    device: Option<String>,
+    /// Memory of a device, in place of the known one, such as 40GB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    device_memory: Option<u64>,
+    /// Link in a node: nvlink4, nvlink3, pcie5, pcie4, ... [default: the device's]
+    #[arg(long, value_name = "NAME")]
+    link: Option<String>,
+    /// Link between nodes: ib-ndr, ib-hdr, eth-100g, eth-25g, eth-10g, for each GPU
+    #[arg(long, value_name = "NAME", default_value = "ib-ndr")]
+    node_link: String,
+    /// Latency α in a node, in microseconds, in place of the link's
+    #[arg(long, value_name = "US", value_parser = parse_not_negative)]
+    alpha_us: Option<f64>,
+    /// Bandwidth 1/β in a node, in GB/s, in place of the link's
+    #[arg(long, value_name = "GBS", value_parser = parse_above_zero)]
+    bandwidth: Option<f64>,
+    /// Latency α between nodes, in microseconds
+    #[arg(long, value_name = "US", value_parser = parse_not_negative)]
+    node_alpha_us: Option<f64>,
+    /// Bandwidth 1/β between nodes, in GB/s for each GPU
+    #[arg(long, value_name = "GBS", value_parser = parse_above_zero)]
+    node_bandwidth: Option<f64>,
+    /// Share of the device's arithmetic that is reached
+    #[arg(long, value_name = "SHARE", default_value = "0.4", value_parser = parse_share)]
+    mfu: f64,
+    /// Floating-point operations per second that are reached, in place of device and share
+    #[arg(long, value_name = "RATE", value_parser = parse_above_zero)]
+    flops: Option<f64>,
+    /// Profile of this machine, as `fsdp bench --out` writes it, in place of links
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["link", "alpha_us", "bandwidth"])]
+    profile: Option<PathBuf>,
+    /// Measured seconds of one micro-batch on one rank, forward and backward, in place of rates
+    #[arg(long, value_name = "S", value_parser = parse_above_zero, requires = "optimizer_s")]
+    pass_s: Option<f64>,
+    /// Measured seconds of the optimizer's step on one rank
+    #[arg(long, value_name = "S", value_parser = parse_not_negative, requires = "pass_s")]
+    optimizer_s: Option<f64>,
+}
+
+/// Lines of the report: a word and what it is.
+type Told = Vec<(&'static str, String)>;
+
+/// The job on its machine, and what is said of it in the report.
+pub(crate) struct Setting {
+    pub(crate) config: Config,
+    pub(crate) job: Job,
+    pub(crate) device_bytes: Option<u64>,
+    pub(crate) told: Told,
+}
+
+impl MachineArgs {
+    pub(crate) fn setting(&self, model: &ModelArgs) -> Result<Setting, Box<dyn Error>> {
+        let mut config = self.config()?;
+        if let Some(precision) = model.precision {
+            config.precision.parameters = precision.dtype();
+        }
+        let model = model.model(&config)?;
+        let mesh = config.resolved_mesh();
+        let device = self.device()?;
+        let (network, network_told) = self.network(device)?;
+        let (speed, speed_told) = self.speed(device, config.precision.parameters)?;
+        let memory = self.device_memory.or(device.map(|device| device.memory_bytes));
+        let params = crate::table::grouped(model.shape.parameter_len());
+        let mut told = vec![
+            ("model", format!("{params} parameters: {}", model.told)),
+            ("training", model.training.clone()),
+            ("ranks", format!("{}: {mesh}", config.world_size)),
+        ];
+        told.extend(network_told);
+        told.extend(speed_told);
+        let micro_batches = config.training.gradient_accumulation;
+        let depths = (config.prefetch.forward, config.prefetch.backward);
+        told.push(("settings", format!("prefetch {} and {}, {micro_batches} micro-batches", depths.0, depths.1)));
+        let machine = Machine { network, speed };
+        let job = Job {
+            optimizer: model.optimizer,
+            num_tokens: model.num_tokens,
+            recompute: model.recompute,
+            activation_bytes: model.activation_bytes,
+            // Profiles are of ranks that are threads of one process.
+            ranks_per_process: if self.profile.is_some() { config.world_size as u64 } else { 1 },
+            ..Job::configured(model.shape, &config, machine)
+        };
+        Ok(Setting { config, job, device_bytes: memory, told })
+    }
+
+    fn config(&self) -> Result<Config, Box<dyn Error>> {
+        let mut config = match &self.config {
+            Some(file) => Config::load(file)?,
+            None if self.gpus.is_none() => {
+                return Err("the number of ranks is not given; add --gpus N, or --config FILE with a world_size".into());
+            }
+            None => Config::default(),
+        };
+        if let Some(gpus) = self.gpus.filter(|&gpus| gpus != config.world_size) {
+            (config.world_size, config.mesh) = (gpus, None);
+        }
+        if let Some(copies) = self.replicate {
+            let ranks = config.world_size;
+            if !ranks.is_multiple_of(copies) {
+                return Err(format!("--replicate: {copies} copies do not divide {ranks} ranks; take a divisor").into());
+            }
+            config.mesh = Some(Mesh::new([(Axis::Replicate, copies), (Axis::Shard, ranks / copies)])?);
+        }
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn device(&self) -> Result<Option<Device>, Box<dyn Error>> {
+        let name = match (&self.device, &self.profile) {
+            (Some(name), _) => name.as_str(),
+            (None, Some(_)) => return Ok(None),
+            (None, None) => "H100",
+        };
+        let known = Device::ALL.map(|device| device.name).join(", ");
+        match Device::find(name) {
+            Some(device) => Ok(Some(device)),
+            None => {
+                Err(format!("--device: `{name}` is not known; take one of {known}, or --device-memory and --flops")
+                    .into())
+            }
+        }
+    }
+
+    fn network(&self, device: Option<Device>) -> Result<(Collectives, Told), Box<dyn Error>> {
+        if let Some(file) = &self.profile {
+            let profile = Profile::read(file)?;
+            let Link { alpha_s, beta_s_per_byte } = profile.collectives.all_gather;
+            let told = format!(
+                "gathers of {} + {}, as {} measured {} ranks",
+                seconds(alpha_s),
+                rate(1.0 / beta_s_per_byte, "B"),
+                file.display(),
+                profile.num_ranks
+            );
+            return Ok((Collectives::Measured(profile.collectives), vec![("collectives", told)]));
+        }
+        let default = device.map_or("nvlink4", |device| device.link);
+        let in_node = named("--link", self.link.as_deref().unwrap_or(default))?;
+        let between = named("--node-link", &self.node_link)?;
+        let changed = |link: Link, alpha_us: Option<f64>, gb_s: Option<f64>| Link {
+            alpha_s: alpha_us.map_or(link.alpha_s, |micros| micros * 1e-6),
+            beta_s_per_byte: gb_s.map_or(link.beta_s_per_byte, |gb_s| 1e-9 / gb_s),
+        };
+        let network = Network {
+            in_node: changed(in_node.link, self.alpha_us, self.bandwidth),
+            between: changed(between.link, self.node_alpha_us, self.node_bandwidth),
+            ranks_per_node: self.gpus_per_node as u64,
+        };
+        let told = |link: Link, named: NamedLink| {
+            let source =
+                if link == named.link { format!("{} ({})", named.name, named.source) } else { "as given".into() };
+            format!("{} and {}: {source}", seconds(link.alpha_s), rate(1.0 / link.beta_s_per_byte, "B"))
+        };
+        let lines = vec![
+            ("in a node", format!("{} GPUs, {}", self.gpus_per_node, told(network.in_node, in_node))),
+            ("between", told(network.between, between)),
+        ];
+        Ok((network.into(), lines))
+    }
+
+    fn speed(&self, device: Option<Device>, precision: Dtype) -> Result<(Speed, Told), Box<dyn Error>> {
+        if let (Some(pass_s), Some(optimizer_s)) = (self.pass_s, self.optimizer_s) {
+            let told = format!("{} a micro-batch and {} a step, measured", seconds(pass_s), seconds(optimizer_s));
+            return Ok((Speed::Measured { pass_s, optimizer_s }, vec![("one rank", told)]));
+        }
+        let peak = |device: Device| if precision.size_bytes() == 2 { device.flops_16 } else { device.flops_32 };
+        let flops_per_s = match (self.flops, device) {
+            (Some(flops), _) => flops,
+            (None, Some(device)) => self.mfu * peak(device),
+            (None, None) => {
+                return Err("with --profile, the speed of a rank is not known; add --pass-s with --optimizer-s, or \
+                            --flops, or --device"
+                    .into());
+            }
+        };
+        let memory_bytes_per_s = match (&self.profile, device) {
+            (_, Some(device)) => device.memory_bytes_per_s,
+            (Some(file), None) => Profile::read(file)?.memory_bytes_per_s,
+            (None, None) => f64::INFINITY,
+        };
+        let mut told = Vec::new();
+        if let Some(device) = device {
+            let size = device.memory_bytes as f64 / 1e9;
+            told.push(("device", format!("{}, {size} GB ({})", device.name, device.source)));
+        }
+        let share = match (self.flops, device) {
+            (None, Some(device)) => format!(" ({}% of {})", 100.0 * self.mfu, rate(peak(device), "FLOP")),
+            _ => String::new(),
+        };
+        told.push(("computes", format!("{}{share}", rate(flops_per_s, "FLOP"))));
+        Ok((Speed::Rate { flops_per_s, memory_bytes_per_s }, told))
+    }
+}
+
+fn named(option: &str, name: &str) -> Result<NamedLink, Box<dyn Error>> {
+    let known = NamedLink::ALL.map(|link| link.name).join(", ");
+    NamedLink::find(name).ok_or_else(|| {
+        let own =
+            if option == "--link" { "--alpha-us with --bandwidth" } else { "--node-alpha-us with --node-bandwidth" };
+        format!("{option}: `{name}` is not known; take one of {known}, or give {own}").into()
+    })
+}

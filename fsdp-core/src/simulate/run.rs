@@ -1,0 +1,415 @@
+//! The simulation: every rank runs the same program, and meets the others in collectives.
+
+use crate::simulate::program::{Instruction, Program};
+use crate::simulate::ranks::{RankClasses, Scope};
+use crate::simulate::workload::{Move, Workload};
+use crate::{Action, SpanKind, StepTraffic, TraceStream, UnitIndex};
+
+/// How the ranks differ, and how long to run them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimOptions {
+    /// Optimizer steps, one after the other.
+    pub num_steps: usize,
+    /// Ranks that compute slower than the others, with the factor of their times.
+    pub stragglers: Vec<(usize, f64)>,
+    /// The spread of computation times: each is multiplied with exp(jitter · z), z being normal. 0 for none.
+    pub jitter: f64,
+    /// Seed of the jitter.
+    pub seed: u64,
+    /// Ranks whose spans are kept.
+    pub traced: Vec<usize>,
+}
+
+impl Default for SimOptions {
+    /// One step of ranks that do not differ.
+    fn default() -> Self {
+        Self { num_steps: 1, stragglers: Vec::new(), jitter: 0.0, seed: 0, traced: Vec::new() }
+    }
+}
+
+/// A span of a traced rank, in seconds from the start. A communication is of the step that waits for it, as in an engine's
+/// trace, so what a step uses first has begun before its start.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimSpan {
+    /// The rank.
+    pub rank: usize,
+    /// The row.
+    pub stream: TraceStream,
+    /// What it was spent on.
+    pub kind: SpanKind,
+    /// The unit; `None` for the norm.
+    pub unit: Option<UnitIndex>,
+    /// The step, from 0.
+    pub step: u64,
+    /// When it began.
+    pub start_s: f64,
+    /// When it ended.
+    pub end_s: f64,
+}
+
+/// What a simulation found. Times are of one step, means over steps and ranks, after a first step that is not counted: a
+/// step gathers ahead for the one after it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimReport {
+    /// Seconds from one step to the next.
+    pub step_s: f64,
+    /// Seconds of computation.
+    pub compute_s: f64,
+    /// Seconds in which a rank stands still for communication.
+    pub exposed_s: f64,
+    /// Seconds in which a rank's communication is under way, waiting for peers included; several may be at once.
+    pub communication_s: f64,
+    /// What each rank sends.
+    pub traffic: StepTraffic,
+    /// The same in bytes.
+    pub sent_bytes: u64,
+    /// The most that is gathered at once, in bytes.
+    pub peak_gathered_bytes: u64,
+    /// Kinds of ranks that had to be simulated. See [Note: Ranks that cannot be told apart].
+    pub num_classes: usize,
+    /// Clocks that were moved, over all steps: the work done.
+    pub num_updates: u64,
+    /// Spans of the traced ranks.
+    pub spans: Vec<SimSpan>,
+}
+
+impl SimReport {
+    /// Share of the communication that is hidden behind computation, 0 to 1; `None` if there is none.
+    pub fn overlap(&self) -> Option<f64> {
+        (self.communication_s > 0.0).then(|| 1.0 - (self.exposed_s / self.communication_s).min(1.0))
+    }
+}
+
+/// Runs the steps of `workload`.
+///
+/// Events need no queue: a rank executes its program in order, a stream its collectives in order, and a collective begins
+/// when the last of its ranks and their streams have come to it. So each instruction of the program is one event of all
+/// ranks, whose times are sums and maxima of earlier ones. Cost: a few operations for each instruction and class of ranks,
+/// and a few numbers for each class and unit.
+///
+/// ```
+/// use fsdp_core::{Job, Machine, ModelShape, Network, NamedLink, SimOptions, Speed, Stage, simulate};
+///
+/// let link = NamedLink::find("nvlink4").expect("a known link").link;
+/// let speed = Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 };
+/// let machine = Machine { network: Network::one_node(link).into(), speed };
+/// let job = Job::new(ModelShape::even(7_000_000_000, 32), 8, machine);
+/// let report = simulate(&job.workload(Stage::Parameters), &SimOptions::default());
+/// assert_eq!(report.num_classes, 1); // eight equal ranks
+/// assert!(report.step_s > report.compute_s);
+/// ```
+pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
+    let program = Program::steady(&workload.rules, &workload.traits, &workload.uses);
+    let slowdown = |rank: usize| {
+        let found = options.stragglers.iter().find(|(straggler, _)| *straggler == rank);
+        found.map_or(1.0, |&(_, factor)| factor)
+    };
+    let classes = RankClasses::new(&workload.mesh, |rank| match options.jitter {
+        0.0 => slowdown(rank).to_bits(),
+        _ => rank as u64,
+    });
+    let world_size = workload.mesh.world_size();
+    let traced =
+        options.traced.iter().filter(|&&rank| rank < world_size).map(|&rank| (classes.of[rank], rank)).collect();
+    let (num_units, num_classes) = (workload.units.len(), classes.len());
+    let arrivals = || vec![0.0; num_units * num_classes];
+    let mut run = Run {
+        workload,
+        options,
+        slowdown: classes.members.iter().map(|&(rank, _)| slowdown(rank)).collect(),
+        clocks: vec![Clock::default(); num_classes],
+        arrived: [arrivals(), arrivals(), arrivals()],
+        traced,
+        classes,
+        step: 0,
+        origin: 0.0,
+        in_backward: false,
+        event: 0,
+        traffic: StepTraffic::default(),
+        sent_bytes: 0,
+        num_updates: 0,
+        under_way: Vec::new(),
+        spans: Vec::new(),
+    };
+    let num_steps = options.num_steps.max(1);
+    run.step(&program);
+    let origin = run.begin_measuring();
+    for _ in 0..num_steps {
+        run.step(&program);
+    }
+    let mean = |of: fn(&Clock) -> f64| {
+        let weighted = run.clocks.iter().zip(&run.classes.members).map(|(clock, &(_, count))| of(clock) * count as f64);
+        weighted.sum::<f64>() / (world_size * num_steps) as f64
+    };
+    SimReport {
+        step_s: (run.end() - origin) / num_steps as f64,
+        compute_s: mean(|clock| clock.computed),
+        exposed_s: mean(|clock| clock.waited),
+        communication_s: mean(|clock| clock.communicated),
+        traffic: divided(run.traffic, num_steps as u64),
+        sent_bytes: run.sent_bytes / num_steps as u64,
+        peak_gathered_bytes: program.peak_gathered_bytes(&workload.traits),
+        num_classes,
+        num_updates: run.num_updates,
+        spans: run.spans,
+    }
+}
+
+fn divided(traffic: StepTraffic, by: u64) -> StepTraffic {
+    StepTraffic {
+        num_all_reduce: traffic.num_all_reduce / by,
+        num_all_gather: traffic.num_all_gather / by,
+        num_reduce_scatter: traffic.num_reduce_scatter / by,
+        num_messages: traffic.num_messages / by,
+        sent_len: traffic.sent_len / by,
+    }
+}
+
+/// The threads that communicate, beside the one that computes.
+#[derive(Clone, Copy)]
+enum Stream {
+    Gather,
+    Reduce,
+}
+
+/// What is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Waited {
+    Gather,
+    Reduce,
+    Publish,
+}
+
+/// The times of one class of ranks, in seconds.
+#[derive(Clone, Copy, Default)]
+struct Clock {
+    now: f64,
+    /// When each stream is done with what was given to it.
+    free: [f64; 2],
+    computed: f64,
+    waited: f64,
+    communicated: f64,
+}
+
+/// A communication of a traced class that nobody has waited for yet.
+struct UnderWay {
+    class: usize,
+    waited: Waited,
+    unit: UnitIndex,
+    row: TraceStream,
+    kind: SpanKind,
+    start_s: f64,
+    end_s: f64,
+}
+
+struct Run<'a> {
+    workload: &'a Workload,
+    options: &'a SimOptions,
+    classes: RankClasses,
+    slowdown: Vec<f64>,
+    clocks: Vec<Clock>,
+    /// By what is waited for, unit and class: when it is there.
+    arrived: [Vec<f64>; 3],
+    /// Classes of the traced ranks, and the ranks.
+    traced: Vec<(usize, usize)>,
+    step: u64,
+    /// When measuring began.
+    origin: f64,
+    in_backward: bool,
+    /// Computations so far: each has a jitter of its own.
+    event: u64,
+    traffic: StepTraffic,
+    sent_bytes: u64,
+    num_updates: u64,
+    under_way: Vec<UnderWay>,
+    spans: Vec<SimSpan>,
+}
+
+impl Run<'_> {
+    fn step(&mut self, program: &Program) {
+        for &instruction in &program.instructions {
+            self.execute(instruction);
+        }
+        self.step += 1;
+    }
+
+    fn end(&self) -> f64 {
+        self.clocks.iter().map(|clock| clock.now).fold(0.0, f64::max)
+    }
+
+    /// Forgets all but what is under way, and returns the time.
+    fn begin_measuring(&mut self) -> f64 {
+        let origin = self.end();
+        for clock in &mut self.clocks {
+            (clock.computed, clock.waited, clock.communicated) = (0.0, 0.0, 0.0);
+        }
+        (self.traffic, self.sent_bytes, self.step, self.origin) = (StepTraffic::default(), 0, 0, origin);
+        self.spans.clear();
+        origin
+    }
+
+    fn execute(&mut self, instruction: Instruction) {
+        let units = &self.workload.units;
+        match instruction {
+            Instruction::BeginForward | Instruction::BeginStep => self.in_backward = false,
+            Instruction::BeginBackward => self.in_backward = true,
+            Instruction::Forward(unit) => self.compute(SpanKind::Forward, unit, units[unit].forward_s),
+            Instruction::Backward(unit) => self.compute(SpanKind::Backward, unit, units[unit].backward_s),
+            Instruction::Norm => self.norm(),
+            Instruction::Act(action) => self.act(action),
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        let units = &self.workload.units;
+        match action {
+            Action::Gather(unit) => {
+                let gather = units[unit].gathers[usize::from(self.in_backward)];
+                self.collect(SpanKind::Gather, Stream::Gather, Waited::Gather, unit, gather.as_slice());
+            }
+            Action::Publish(unit) => {
+                let publish = units[unit].publish;
+                self.collect(SpanKind::Publish, Stream::Gather, Waited::Publish, unit, publish.as_slice());
+            }
+            Action::Reduce(unit) => {
+                self.collect(SpanKind::Reduce, Stream::Reduce, Waited::Reduce, unit, &units[unit].reduce);
+            }
+            Action::WaitGather(unit) => self.wait(Waited::Gather, unit),
+            Action::WaitReduce(unit) => self.wait(Waited::Reduce, unit),
+            Action::WaitPublish(unit) => self.wait(Waited::Publish, unit),
+            Action::Step(unit) => self.compute(SpanKind::Step, unit, units[unit].step_s),
+            // Memory comes back at once; `Program::peak_gathered_bytes` counts it.
+            Action::Free(_) => {}
+            // The schedule of a simulation is told of no tiers.
+            Action::FetchBlocks(_)
+            | Action::FetchState(_)
+            | Action::WriteBack(_)
+            | Action::WaitWriteBack(_)
+            | Action::WriteGradients(_) => {}
+        }
+    }
+
+    fn compute(&mut self, kind: SpanKind, unit: UnitIndex, seconds: f64) {
+        for class in 0..self.clocks.len() {
+            let jitter = match self.options.jitter {
+                0.0 => 1.0,
+                spread => (spread * normal(self.options.seed, self.event, class as u64)).exp(),
+            };
+            let seconds = seconds * self.slowdown[class] * jitter;
+            let clock = &mut self.clocks[class];
+            let start_s = clock.now;
+            clock.now += seconds;
+            clock.computed += seconds;
+            let end_s = clock.now;
+            self.span(class, TraceStream::Compute, kind, Some(unit), start_s, end_s);
+        }
+        self.event += 1;
+        self.num_updates += self.clocks.len() as u64;
+    }
+
+    /// Gives collectives to a stream, one after the other.
+    fn collect(&mut self, kind: SpanKind, stream: Stream, waited: Waited, unit: UnitIndex, moves: &[Move]) {
+        let begun: Vec<f64> = self.clocks.iter().map(|clock| clock.now.max(clock.free[stream as usize])).collect();
+        for one in moves {
+            self.meet(
+                one.scope,
+                |clock| clock.now.max(clock.free[stream as usize]),
+                one.seconds,
+                |clock, end| {
+                    clock.free[stream as usize] = end;
+                },
+            );
+            self.traffic += one.traffic;
+            self.sent_bytes += one.traffic.sent_bytes(one.element_bytes);
+        }
+        let row = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };
+        for (class, &start_s) in begun.iter().enumerate() {
+            let clock = &mut self.clocks[class];
+            let end_s = if moves.is_empty() { clock.now } else { clock.free[stream as usize] };
+            self.arrived[waited as usize][unit * begun.len() + class] = end_s;
+            if !moves.is_empty() {
+                clock.communicated += end_s - start_s;
+                if self.traced.iter().any(|(traced, _)| *traced == class) {
+                    self.under_way.push(UnderWay { class, waited, unit, row, kind, start_s, end_s });
+                }
+            }
+        }
+        self.num_updates += (self.clocks.len() * (1 + moves.len())) as u64;
+    }
+
+    /// All classes of each group go on when the last has come, and `seconds` later.
+    fn meet(&mut self, scope: Scope, come: impl Fn(&Clock) -> f64, seconds: f64, go_on: impl Fn(&mut Clock, f64)) {
+        let Self { classes, clocks, .. } = self;
+        for group in classes.groups(scope) {
+            let last = group.iter().map(|&class| come(&clocks[class])).fold(0.0, f64::max);
+            group.iter().for_each(|&class| go_on(&mut clocks[class], last + seconds));
+        }
+    }
+
+    fn wait(&mut self, waited: Waited, unit: UnitIndex) {
+        let num_classes = self.clocks.len();
+        for class in 0..num_classes {
+            let arrived = self.arrived[waited as usize][unit * num_classes + class];
+            let is_it = |one: &UnderWay| (one.class, one.waited, one.unit) == (class, waited, unit);
+            if let Some(at) = self.under_way.iter().position(is_it) {
+                let UnderWay { row, kind, start_s, end_s, .. } = self.under_way.remove(at);
+                self.span(class, row, kind, Some(unit), start_s, end_s);
+            }
+            self.stand_still(class, Some(unit), arrived);
+        }
+        self.num_updates += num_classes as u64;
+    }
+
+    fn norm(&mut self) {
+        let norm = self.workload.norm;
+        let before: Vec<f64> = self.clocks.iter().map(|clock| clock.now).collect();
+        self.meet(norm.scope, |clock| clock.now, norm.seconds, |clock, end| clock.now = end);
+        for (class, start_s) in before.into_iter().enumerate() {
+            let end_s = std::mem::replace(&mut self.clocks[class].now, start_s);
+            self.stand_still(class, None, end_s);
+        }
+        self.num_updates += self.clocks.len() as u64;
+    }
+
+    fn stand_still(&mut self, class: usize, unit: Option<UnitIndex>, until: f64) {
+        let clock = &mut self.clocks[class];
+        if until > clock.now {
+            let start_s = clock.now;
+            clock.waited += until - clock.now;
+            clock.now = until;
+            self.span(class, TraceStream::Compute, SpanKind::Wait, unit, start_s, until);
+        }
+    }
+
+    fn span(
+        &mut self,
+        class: usize,
+        stream: TraceStream,
+        kind: SpanKind,
+        unit: Option<UnitIndex>,
+        start_s: f64,
+        end_s: f64,
+    ) {
+        let (start_s, end_s) = (start_s - self.origin, end_s - self.origin);
+        for &(_, rank) in self.traced.iter().filter(|(traced, _)| *traced == class) {
+            self.spans.push(SimSpan { rank, stream, kind, unit, step: self.step, start_s, end_s });
+        }
+    }
+}
+
+/// A normally distributed number that depends on its three keys alone (Box and Muller, 1958).
+fn normal(seed: u64, event: u64, class: u64) -> f64 {
+    let bits = mix(mix(mix(seed) ^ event) ^ class);
+    // From (0, 1], so that the logarithm is finite, and from [0, 1).
+    let unit = |bits: u64| (bits >> 11) as f64 / (1u64 << 53) as f64;
+    let (radius, angle) = (1.0 - unit(bits), unit(mix(bits)));
+    (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
+}
+
+/// SplitMix64 (Steele, Lea and Flood, 2014).
+fn mix(state: u64) -> u64 {
+    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

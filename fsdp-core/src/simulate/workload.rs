@@ -1,0 +1,56 @@
+//! What each instruction of a step costs: seconds of computation, and what moves.
+
+use crate::simulate::program::{StepRules, Uses};
+use crate::simulate::ranks::Scope;
+use crate::{Mesh, StepTraffic, UnitTraits};
+
+/// One collective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Move {
+    /// Who takes part.
+    pub scope: Scope,
+    /// Seconds from when the last of them has begun.
+    pub seconds: f64,
+    /// What each rank sends.
+    pub traffic: StepTraffic,
+    /// Bytes of an element on the way.
+    pub element_bytes: u64,
+}
+
+/// One unit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UnitWork {
+    /// Its name.
+    pub name: String,
+    /// Bytes of the whole unit.
+    pub bytes: u64,
+    /// Seconds of its computation in forward.
+    pub forward_s: f64,
+    /// In backward.
+    pub backward_s: f64,
+    /// In the optimizer's step.
+    pub step_s: f64,
+    /// Its gather in forward and in backward; `None` if nothing of it is gathered.
+    pub gathers: [Option<Move>; 2],
+    /// Its reduction: one collective after the other.
+    pub reduce: Vec<Move>,
+    /// The gather of its updated parameters.
+    pub publish: Option<Move>,
+}
+
+/// A step: what is run, on which ranks, at what cost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Workload {
+    /// The ranks.
+    pub mesh: Mesh,
+    /// What decides the list of instructions.
+    pub rules: StepRules,
+    /// How the model uses its units.
+    pub uses: Uses,
+    /// What the schedule knows of each unit.
+    pub traits: Vec<UnitTraits>,
+    /// What each unit costs.
+    pub units: Vec<UnitWork>,
+    /// The agreement on the gradients' norm.
+    pub norm: Move,
+}

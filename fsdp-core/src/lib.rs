@@ -31,7 +31,7 @@
 //! |---|---|
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
-//! | `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
@@ -44,6 +44,7 @@
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
+mod action;
 pub mod checkpoint;
 mod comm;
 mod config;
@@ -70,6 +71,7 @@ mod trace;
 mod transformer;
 mod unit_state;
 
+pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
@@ -89,7 +91,7 @@ pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTiers, UnitTraits};
+pub use schedule::Schedule;
 pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
     BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,

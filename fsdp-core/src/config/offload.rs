@@ -7,7 +7,7 @@
 ///
 /// let mostly = TierShares { cpu: 0.0, nvme: 0.8 };
 /// // Whole parameters are placed, spread evenly over the model, until the share is reached.
-/// assert_eq!(mostly.on_nvme(&[100; 5]), [true, true, true, true, false]);
+/// assert_eq!(mostly.on_nvme(&[100; 5]), [true, true, false, true, true]);
 /// assert_eq!(TierShares::NVME.on_nvme(&[7, 0]), [true, false]);
 /// assert_eq!(TierShares::DEVICE.on_nvme(&[7, 0]), [false, false]);
 /// ```

@@ -183,11 +183,23 @@ fn remove_stale(dir: &Path, world_size: usize) {
         });
         if rank.is_some_and(|rank| rank >= world_size)
             && let Ok(file) = File::open(&path)
-            && file.try_lock().is_ok()
+            && is_free(&file)
         {
             let _ = fs::remove_file(&path);
         }
     }
+}
+
+/// Whether nobody holds the file, or will not any more in a moment.
+fn is_free(file: &File) -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while file.try_lock().is_err() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        thread::sleep(PAUSE);
+    }
+    true
 }
 
 /// Bytes that the file system would give to this user, if it says.

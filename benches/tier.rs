@@ -1,7 +1,7 @@
 //! How fast a tier reads and writes at the same time, beside `fio` on the same directory in the same run.
 //!
 //! ```sh
-//! cargo run --release -p fsdp-core --example tier_bandwidth -- --dir /tmp/tier-bandwidth
+//! cargo bench --bench tier -- --dir tier-bandwidth
 //! ```
 //!
 //! Slots are read and written in turns, several transfers at a time, as an optimizer step does it. `fio` then moves blocks of
@@ -49,6 +49,8 @@ struct Args {
     /// Uses threads in place of io_uring.
     #[arg(long)]
     threads: bool,
+    #[arg(long, hide = true)]
+    bench: bool,
 }
 
 /// MiB per second, read and written.

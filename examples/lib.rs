@@ -26,6 +26,6 @@ pub use gpt::{Gpt, GptConfig, activation_bytes};
 pub use plot::plot_losses;
 pub use progress::{Progress, StepNews};
 pub use random::Random;
-pub use report::{Measured, Predicted, ProcessMemory, RankRow, Report, StepMeans, WallTimes};
+pub use report::{DiskRow, Measured, Predicted, ProcessMemory, RankRow, Report, StepMeans, WallTimes};
 pub use sample::Sampler;
-pub use tables::{memory_table, settings, step_table, time_table};
+pub use tables::{disk_table, memory_table, settings, step_table, time_table};

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_burn::{Config, EngineStats, MemoryEstimate};
+use fsdp_burn::{Config, EngineStats, MemoryEstimate, TierStats};
 use serde::{Deserialize, Serialize};
 
 use crate::{Failure, GptConfig};
@@ -59,11 +59,41 @@ pub struct RankRow {
     pub waiting_s: f64,
     /// Seconds in which its communication threads were busy, most of them beside the computation; several may be at once.
     pub communication_s: f64,
-    /// Seconds of `waiting_s` in which the model stood still for its parameters or gradients. The rest is the mean of the
-    /// losses.
+    /// Seconds of `waiting_s` in which the model stood still for its parameters, gradients or optimizer state. The rest is
+    /// the mean of the losses.
     pub exposed_s: f64,
     /// Share of the communication that was hidden behind computation, 0 to 1; `None` without communication.
     pub overlap: Option<f64>,
+    /// What it has moved to and from its disk; `None` where nothing is offloaded to one.
+    pub disk: Option<DiskRow>,
+}
+
+/// A rank's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskRow {
+    /// Bytes that lie there.
+    pub held_bytes: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Bytes per second, both ways, while anything was under way.
+    pub bytes_per_s: f64,
+    /// Seconds of the training loop in which the rank stood still for it; a part of `exposed_s`.
+    pub waiting_s: f64,
+}
+
+impl DiskRow {
+    /// From what the tier counted and how long the model stood still.
+    pub fn new(tier: &TierStats, waiting_s: f64) -> Self {
+        Self {
+            held_bytes: tier.file_bytes,
+            read_bytes: tier.read_bytes,
+            written_bytes: tier.written_bytes,
+            bytes_per_s: tier.bandwidth().unwrap_or(0.0),
+            waiting_s,
+        }
+    }
 }
 
 /// Predicted memory of a rank, in bytes: its part of the process, whose ranks share what they hold alike.
@@ -79,6 +109,8 @@ pub struct Predicted {
     pub optimizer_bytes: u64,
     /// Whole gradients that are being reduced.
     pub in_flight_bytes: u64,
+    /// What lies on a disk and passes through memory in a step.
+    pub tier_bytes: u64,
     /// What is held when backward begins.
     pub activation_bytes: u64,
     /// The most at once, which is less than the sum.
@@ -139,6 +171,7 @@ impl From<&MemoryEstimate> for Predicted {
             gathered_bytes: estimate.gathered_bytes,
             optimizer_bytes: estimate.optimizer_bytes,
             in_flight_bytes: estimate.in_flight_bytes,
+            tier_bytes: estimate.tier_bytes,
             activation_bytes: estimate.activation_bytes.unwrap_or(0),
             peak_bytes: estimate.peak_bytes().unwrap_or(0),
         }

@@ -47,6 +47,18 @@ pub fn time_table(ranks: &[RankRow]) -> String {
     table(&rows)
 }
 
+/// What ranks have moved to and from their disks; `None` where none has one.
+pub fn disk_table(ranks: &[RankRow]) -> Option<String> {
+    let header = ["rank", "on disk", "read", "written", "per second", "waiting"];
+    let mut rows = vec![header.map(str::to_owned)];
+    for (rank, disk) in ranks.iter().filter_map(|row| Some((row.rank, row.disk?))) {
+        let [held, read, written] = [disk.held_bytes, disk.read_bytes, disk.written_bytes].map(human_bytes);
+        let per_second = human_bytes(disk.bytes_per_s as u64);
+        rows.push([rank.to_string(), held, read, written, per_second, format!("{:.1} s", disk.waiting_s)]);
+    }
+    (rows.len() > 1).then(|| table(&rows))
+}
+
 /// Times of a mean step, and below them the largest peaks of a rank by kind, with that of the process.
 pub fn step_table(report: &Report) -> String {
     let StepMeans { computing_s, exposed_s, loss_s, communication_s, overlap } = report.step;

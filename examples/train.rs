@@ -17,8 +17,9 @@ use fsdp_burn::{
     launch_with,
 };
 use fsdp_examples::{
-    Args, Checkpoints, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans, StepNews,
-    Text, WallTimes, activation_bytes, memory_table, plot_losses, settings, step_table, time_table,
+    Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
+    StepNews, Text, WallTimes, activation_bytes, disk_table, memory_table, plot_losses, settings, step_table,
+    time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -162,7 +163,8 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     rank.barrier()?;
     let peak_bytes = ALLOCATOR.peak_usage() as u64;
     let stats = model.stats();
-    let waiting_s = (stats.exposed() + waited_for_losses).as_secs_f64();
+    let exposed_s = (stats.exposed() + stats.tier_wait).as_secs_f64();
+    let waiting_s = exposed_s + waited_for_losses.as_secs_f64();
     let traffic = rank.traffic().total();
     let row = RankRow {
         rank: rank.rank(),
@@ -174,8 +176,9 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         computing_s: training_s - waiting_s,
         waiting_s,
         communication_s: stats.communication.as_secs_f64(),
-        exposed_s: stats.exposed().as_secs_f64(),
+        exposed_s,
         overlap: stats.overlap(),
+        disk: rank.tier_stats().map(|tier| DiskRow::new(&tier, stats.tier_wait.as_secs_f64())),
     };
 
     let started = Instant::now();
@@ -236,6 +239,9 @@ fn print_results(report: &Report, args: &Args) {
     println!("  Predicted is a rank's part of what all ranks share; measured is all it holds, shared or not.");
     println!("  Peak of the process: predicted {}, measured {measured}", human_bytes(process.predicted_bytes));
     println!("\nCommunication by rank\n\n{}", time_table(ranks));
+    if let Some(disks) = disk_table(ranks) {
+        println!("Disks by rank, over the whole run; waiting is for them alone\n\n{disks}");
+    }
     println!(
         "Where a step goes, mean over ranks and steps; bytes are the largest peak of a rank\n\n{}",
         step_table(report)

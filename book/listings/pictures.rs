@@ -18,6 +18,7 @@ fn describe(action: &Action) -> String {
         Action::Step(unit) => ("step", unit),
         Action::Publish(unit) => ("publish", unit),
         Action::WaitPublish(unit) => ("wait for published", unit),
+        other => unreachable!("nothing is offloaded: {other:?}"),
     };
     format!("{verb} {}", UNITS[unit])
 }

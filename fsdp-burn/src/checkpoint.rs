@@ -15,14 +15,15 @@ use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
     BlockData, Checkpoint, CheckpointError, ExpectedTensor, Rejected, SaveOptions, Saved, Snapshot, StoredDtype,
-    TensorBlock, TensorKind, Verify, save,
+    TensorBlock, TensorEntry, TensorKind, Verify, save,
 };
-use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
+use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout, Slot};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
 use crate::engine::Engine;
 use crate::model::reduce_number;
+use crate::offload::{Contents, RecordReader};
 use crate::survey::Entry;
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
@@ -93,7 +94,7 @@ impl<M: Module> ShardedModel<M> {
                 kind: TensorKind::Model,
                 dtype: engine.dtype(param).into(),
                 layout: stepped_layout(spec),
-                data: BlockData::Ready(engine.block(param)),
+                data: self.block_data(param)?,
             });
         }
         let control = engine.links().control.clone();
@@ -125,7 +126,18 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
+        let away = optimizer.away(engine).filter_map(|away| Some((away.stored()?, away.contents.clone()))).collect();
+        let (engine, entries) = (engine.clone(), self.planned_entries());
+        Ok(Noted { snapshot, record: optimizer.record(), away, engine, entries })
+    }
+
+    /// A block that is here, or how to read one that lies on the disk when its turn has come.
+    fn block_data(&self, param: usize) -> Result<BlockData<'static>, Error> {
+        let engine = self.engine().clone();
+        if engine.offload().has_parameter(param) {
+            return Ok(BlockData::Lazy(Box::new(move || Ok(engine.block(param)?))));
+        }
+        Ok(BlockData::Ready(engine.block(param)?))
     }
 
     /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
@@ -181,11 +193,16 @@ impl<M: Module> ShardedModel<M> {
         engine.abandon_forward()?;
         engine.discard_gradients();
         for (param, bytes) in read.stored.into_iter().enumerate() {
-            engine.set_value(param, bytes);
+            if let Some(bytes) = bytes {
+                engine.set_value(param, bytes);
+            }
         }
+        self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
         self.restore(read.buffers);
-        optimizer.load_record(read.record);
-        self.agree("restore optimizer state", self.check_state(optimizer, &read.state_names))?;
+        optimizer.load_record(&engine, read.record);
+        let restored = self.load_away_states(&checkpoint, optimizer);
+        let restored = restored.and_then(|()| self.check_state(optimizer, &read.state_names));
+        self.agree("restore optimizer state", restored)?;
         let manifest = checkpoint.manifest();
         engine.resume_at(manifest.step);
         let scalar = |name| manifest.scalars.get(name).and_then(scalar_from_json);
@@ -215,12 +232,8 @@ impl<M: Module> ShardedModel<M> {
         let engine = self.engine();
         let mut stored = Vec::new();
         for spec in self.plan().params() {
-            let (layout, index) = if engine.plan().is_resident(spec) {
-                (whole(spec), 0)
-            } else {
-                (spec.layout.clone(), engine.shard_index())
-            };
-            stored.push(checkpoint.read(&spec.path, &layout, index)?.into());
+            let is_away = engine.offload().has_parameter(stored.len());
+            stored.push(if is_away { None } else { Some(self.read_stored(checkpoint, spec)?) });
         }
         let mut buffers = Vec::new();
         for entry in self.entries() {
@@ -233,14 +246,55 @@ impl<M: Module> ShardedModel<M> {
             let dtype = if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 };
             buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
-        let (record, state_names) = self.optimizer_record(checkpoint)?;
+        let state_names = self.state_names(checkpoint)?;
+        let record = self.optimizer_record(checkpoint, |param| !engine.offload().has_state(param))?;
         Ok(Read { stored, buffers, record, state_names })
+    }
+
+    fn read_stored(&self, checkpoint: &Checkpoint, spec: &PlannedParam) -> Result<Bytes, Error> {
+        let engine = self.engine();
+        let (layout, index) = if engine.plan().is_resident(spec) {
+            (whole(spec), 0)
+        } else {
+            (spec.layout.clone(), engine.shard_index())
+        };
+        Ok(checkpoint.read(&spec.path, &layout, index)?.into())
+    }
+
+    /// Blocks that lie on the disk, one after the other.
+    fn load_away_blocks(&self, checkpoint: &Checkpoint) -> Result<(), Error> {
+        let engine = self.engine();
+        for (param, spec) in self.plan().params().iter().enumerate() {
+            if engine.offload().has_parameter(param) {
+                engine.place_stored(param, self.read_stored(checkpoint, spec)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Optimizer state that lies on the disk, unit by unit.
+    fn load_away_states(&self, checkpoint: &Checkpoint, optimizer: &mut ShardedOptimizer) -> Result<(), Error> {
+        let engine = self.engine();
+        for (unit, tiers) in engine.offload().unit_tiers(self.plan()).into_iter().enumerate() {
+            if tiers.state {
+                let is_of_unit =
+                    |param: usize| self.plan().params()[param].unit == unit && engine.offload().has_state(param);
+                let record = self.optimizer_record(checkpoint, is_of_unit)?;
+                if !record.is_empty() {
+                    optimizer.load_away(engine, unit, record)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Whether the optimizer has taken all of the state, and needs no more.
     fn check_state(&self, optimizer: &ShardedOptimizer, given: &BTreeSet<String>) -> Result<(), Error> {
         let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let taken: BTreeSet<String> = reader.tensor_names().into_iter().map(str::to_owned).collect();
+        let mut taken: BTreeSet<String> = reader.tensor_names().into_iter().map(str::to_owned).collect();
+        taken.extend(
+            optimizer.away(self.engine()).flat_map(|away| away.contents.tensors.iter().map(|(name, ..)| name.clone())),
+        );
         match given.symmetric_difference(&taken).next() {
             None => Ok(()),
             Some(name) => Err(Error::program(format!(
@@ -266,27 +320,43 @@ impl<M: Module> ShardedModel<M> {
         checkpoint.compare(&expected, &[TensorKind::Model]).strict()
     }
 
-    /// The optimizer's state for the blocks of this rank, by the ids of their parameters.
-    fn optimizer_record(&self, checkpoint: &Checkpoint) -> Result<(OptimizerRecord, BTreeSet<String>), Error> {
-        let entries = self.planned_entries();
-        let manifest = checkpoint.manifest();
-        let named = |name: &str| {
-            let name = name.strip_prefix(OPTIMIZER)?;
-            // Of `a` and `a.b` the longer path is meant.
-            let fits = |(_, spec): &(usize, &PlannedParam)| {
-                name.strip_prefix(spec.path.as_str()).is_some_and(|field| field.starts_with('.'))
-            };
-            let (param, spec) =
-                self.plan().params().iter().enumerate().filter(fits).max_by_key(|(_, s)| s.path.len())?;
-            Some((param, format!("{}{}", entries[param].id.val(), &name[spec.path.len()..])))
+    /// What the optimizer state of a checkpoint is called here: by parameter, with its id in place of its path.
+    fn state_name(&self, name: &str) -> Option<(usize, String)> {
+        let name = name.strip_prefix(OPTIMIZER)?;
+        // Of `a` and `a.b` the longer path is meant.
+        let fits = |(_, spec): &(usize, &PlannedParam)| {
+            name.strip_prefix(spec.path.as_str()).is_some_and(|field| field.starts_with('.'))
         };
-        let mut tensors = Vec::new();
-        for tensor in manifest.tensors.iter().filter(|tensor| tensor.kind == TensorKind::Optimizer) {
-            let Some((param, name)) = named(&tensor.name) else {
+        let (param, spec) = self.plan().params().iter().enumerate().filter(fits).max_by_key(|(_, s)| s.path.len())?;
+        Some((param, format!("{}{}", self.planned_entries()[param].id.val(), &name[spec.path.len()..])))
+    }
+
+    /// Names of all tensors of the optimizer's state, by the ids of their parameters.
+    fn state_names(&self, checkpoint: &Checkpoint) -> Result<BTreeSet<String>, Error> {
+        let tensors = checkpoint.manifest().tensors.iter().filter(|tensor| tensor.kind == TensorKind::Optimizer);
+        let name = |tensor: &TensorEntry| {
+            let name = self.state_name(&tensor.name).map(|(_, name)| name);
+            name.ok_or_else(|| {
                 let problem =
                     format!("the checkpoint has optimizer state `{}` of no parameter of the model", tensor.name);
-                return Err(Error::program(problem));
-            };
+                Error::program(problem)
+            })
+        };
+        tensors.map(name).collect()
+    }
+
+    /// The optimizer's state for this rank's blocks of some parameters, by their ids.
+    fn optimizer_record(
+        &self,
+        checkpoint: &Checkpoint,
+        is_wanted: impl Fn(usize) -> bool,
+    ) -> Result<OptimizerRecord, Error> {
+        let entries = self.planned_entries();
+        let manifest = checkpoint.manifest();
+        let named = |name: &str| self.state_name(name).filter(|(param, _)| is_wanted(*param));
+        let mut tensors = Vec::new();
+        for tensor in manifest.tensors.iter().filter(|tensor| tensor.kind == TensorKind::Optimizer) {
+            let Some((param, name)) = named(&tensor.name) else { continue };
             let spec = &self.plan().params()[param];
             let layout = stepped_layout(spec);
             let index = if spec.is_split() { self.engine().shard_index() } else { 0 };
@@ -299,7 +369,6 @@ impl<M: Module> ShardedModel<M> {
             let (bytes, shape, dtype) = data.into_parts();
             tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(entries[param].id.val()), bytes));
         }
-        let names = tensors.iter().map(|tensor| tensor.name.clone()).collect();
         let mut writer = Writer::new(tensors);
         for (name, value) in &manifest.scalars {
             if let Some((_, name)) = named(name) {
@@ -314,7 +383,7 @@ impl<M: Module> ShardedModel<M> {
             writer = writer.with_metadata(&entry.id.val().to_string(), &entry.path());
         }
         let bytes = writer.into_bytes().map_err(record_error)?;
-        Ok((OptimizerRecord::from_bytes(bytes).map_err(record_error)?, names))
+        OptimizerRecord::from_bytes(bytes).map_err(record_error)
     }
 }
 
@@ -326,6 +395,8 @@ const GOOD_STEPS: &str = "loss_scale.good_steps";
 pub(crate) struct Noted {
     snapshot: Snapshot<'static>,
     record: OptimizerRecord,
+    /// State that lies on the disk: where, and what it consists of.
+    away: Vec<(Slot, Contents)>,
     engine: Arc<Engine>,
     entries: Arc<[Entry]>,
 }
@@ -341,7 +412,7 @@ impl Noted {
     /// # Errors
     /// If the state does not have the shape of its parameters.
     pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
-        let Self { mut snapshot, record, engine, entries } = self;
+        let Self { mut snapshot, record, away, engine, entries } = self;
         let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
         let plan = engine.plan();
         let named = |name: &str| {
@@ -352,17 +423,18 @@ impl Noted {
             let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
             (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
         };
-        for (name, scalar) in reader.scalars() {
-            if let Some((_, name)) = named(name) {
-                snapshot.scalars.insert(name, scalar_to_json(*scalar));
+        let mut add_scalars = |scalars: &BTreeMap<String, Scalar>| {
+            for (name, scalar) in scalars {
+                if let Some((_, name)) = named(name) {
+                    snapshot.scalars.insert(name, scalar_to_json(*scalar));
+                }
             }
-        }
-        for tensor in reader.into_tensors().map_err(record_error)? {
-            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            let Some((param, name)) = named(&id_and_field) else { continue };
+        };
+        let mut add = |id_and_field: &str, dtype, shape: &[usize], data| {
+            let Some((param, name)) = named(id_and_field) else { return Ok(()) };
             let spec = &plan.params()[param];
             let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
-            let (Some(dtype), true) = (dtype, shape.to_vec() == block_shape) else {
+            let (Some(dtype), true) = (dtype, shape == block_shape) else {
                 return Err(Error::Parameter {
                     parameter: spec.path.clone(),
                     problem: format!(
@@ -377,8 +449,25 @@ impl Noted {
                 kind: TensorKind::Optimizer,
                 dtype: dtype.into(),
                 layout: stepped_layout(spec),
-                data: BlockData::Ready(host::shared(bytes)),
+                data,
             });
+            Ok(())
+        };
+        add_scalars(reader.scalars());
+        for tensor in reader.into_tensors().map_err(record_error)? {
+            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+            add(&id_and_field, dtype, &shape.to_vec(), BlockData::Ready(host::shared(bytes)))?;
+        }
+        if let Some(tier) = engine.offload().tier() {
+            let records = RecordReader::new(tier.clone());
+            for (slot, contents) in away {
+                add_scalars(&contents.scalars);
+                for (id_and_field, dtype, shape) in contents.tensors {
+                    let (records, name) = (records.clone(), id_and_field.clone());
+                    let read = BlockData::Lazy(Box::new(move || Ok(records.tensor(slot, &name)?)));
+                    add(&id_and_field, dtype, &shape, read)?;
+                }
+            }
         }
         Ok(snapshot)
     }
@@ -386,8 +475,8 @@ impl Noted {
 
 /// All that a rank needs of a checkpoint.
 struct Read {
-    /// By parameter.
-    stored: Vec<Bytes>,
+    /// By parameter; `None` where it lies on the disk.
+    stored: Vec<Option<Bytes>>,
     /// By entry, of running statistics.
     buffers: Vec<Option<Buffer>>,
     record: OptimizerRecord,

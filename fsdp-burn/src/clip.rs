@@ -73,7 +73,7 @@ pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64,
                 *part = norm.of_block(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
             }
         }
-    });
+    })?;
     let split: Vec<usize> = parts.keys().copied().filter(|&param| plan.params()[param].is_split()).collect();
     if !split.is_empty() {
         let mine: Vec<u8> = split.iter().flat_map(|param| parts[param][engine.shard_index()].to_ne_bytes()).collect();

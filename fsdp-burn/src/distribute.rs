@@ -7,21 +7,28 @@
 use std::sync::Arc;
 
 use burn::module::{LoraAdapter, Module, ModuleMapper, Param, Reparameterizer};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Shape, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, ShardLayout};
+use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, ShardLayout, Slot};
 
 use crate::Error;
 use crate::engine::Engine;
 use crate::gather_op::{GatherOnUse, GatherSite, Use};
 use crate::host;
 use crate::lora::{Adapter, take_adapters};
+use crate::offload::Offload;
 use crate::survey::{Entry, emptied, replaced};
 
 /// What one rank holds of every parameter, by plan index.
 pub(crate) struct Distributed {
-    pub(crate) stored: Vec<Bytes>,
+    pub(crate) stored: Vec<Stored>,
     pub(crate) dtypes: Vec<Dtype>,
+}
+
+/// Where a parameter lies from the start, so that no rank ever holds all that it offloads.
+pub(crate) enum Stored {
+    Here(Bytes),
+    Away(Slot),
 }
 
 /// What is distributed, and to whom.
@@ -30,6 +37,7 @@ pub(crate) struct Source<'a> {
     pub(crate) entries: &'a [Entry],
     pub(crate) managed: &'a [Option<usize>],
     pub(crate) plan: &'a Plan,
+    pub(crate) offload: &'a Offload,
     /// This rank's position on the shard axis.
     pub(crate) shard_index: usize,
 }
@@ -178,7 +186,16 @@ impl Sender<'_> {
             let full = value.map(host::into_bytes);
             let whole = ShardLayout::new(spec.layout.shape(), 0, 1);
             let layout = if self.source.plan.is_resident(spec) { &whole } else { &spec.layout };
-            Ok((deal_out(self.control, &tag, full, layout, self.source.shard_index, dtype.size_bytes())?, dtype))
+            let stored = deal_out(self.control, &tag, full, layout, self.source.shard_index, dtype.size_bytes())?;
+            let stored = match self.source.offload.tier().filter(|_| self.source.offload.has_parameter(managed)) {
+                Some(tier) => {
+                    let slot = tier.reserve(stored.len())?;
+                    tier.write(slot, stored).wait()?;
+                    Stored::Away(slot)
+                }
+                None => Stored::Here(stored),
+            };
+            Ok((stored, dtype))
         });
         let result = result.map(|(stored, dtype)| {
             self.done.stored.push(stored);
@@ -246,7 +263,13 @@ impl Values<'_> {
             true => spec.layout.shape().to_vec(),
             false => spec.layout.shard_shape(self.engine.shard_index()),
         };
-        let (stored, dtype) = (self.engine.stored(index), self.engine.stored_dtype(index));
+        let dtype = self.engine.stored_dtype(index);
+        if self.engine.offload().has_parameter(index) {
+            // What lies on the disk has its shape in the model, and no memory.
+            let nothing = |device: &Device| Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
+            return (replaced(param, |device| nothing(device).expand(Shape::from(shape))), managed);
+        }
+        let stored = self.engine.stored(index);
         (replaced(param, |device| host::tensor(stored, &shape, dtype, device)), managed)
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use fsdp_core::checkpoint::CheckpointError;
-use fsdp_core::{CommError, ConfigError, PlanError};
+use fsdp_core::{CommError, ConfigError, PlanError, TierError};
 
 /// An error of a sharded run.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +21,9 @@ pub enum Error {
     /// A checkpoint could not be saved or loaded.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
+    /// Offloaded state could not be written or read.
+    #[error(transparent)]
+    Tier(Box<TierError>),
     /// A parameter that cannot be sharded.
     #[error("parameter `{parameter}`: {problem}; {remedy}")]
     Parameter {
@@ -132,6 +135,12 @@ impl From<PlanError> for Error {
 impl From<CheckpointError> for Error {
     fn from(error: CheckpointError) -> Self {
         Error::Checkpoint(Box::new(error))
+    }
+}
+
+impl From<TierError> for Error {
+    fn from(error: TierError) -> Self {
+        Error::Tier(Box::new(error))
     }
 }
 

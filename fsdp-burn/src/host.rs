@@ -19,9 +19,14 @@ pub(crate) fn elements(data: TensorData) -> Bytes {
     shared(data.into_parts().0)
 }
 
-/// The elements of a tensor of Burn's, or of what it reads.
+/// Bytes of Burn's, without a copy.
 pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
     Bytes::from_owner(Storage(Arc::new(bytes)))
+}
+
+/// Bytes for Burn, without a copy.
+pub(crate) fn burn_bytes(bytes: Bytes) -> burn::tensor::Bytes {
+    burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native)
 }
 
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.
@@ -71,8 +76,7 @@ pub(crate) fn data_of(bytes: Bytes, shape: &[usize], dtype: DType) -> TensorData
         // An empty slice has no alignment, and typed access asks for one.
         return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(dtype);
     }
-    let shared = burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native);
-    TensorData::from_bytes(shared, shape, dtype)
+    TensorData::from_bytes(burn_bytes(bytes), shape, dtype)
 }
 
 /// The elements in another type, rounded to the nearest. The same bytes where the type stays.

@@ -81,12 +81,17 @@ where
     for (number, (rank, communicator)) in ranks.into_iter().zip(&world).enumerate() {
         let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let num_threads = config.compute_threads(num_cores);
+        let tier = rank.tier().cloned();
         let run = move || {
             let random = RandomState::new(seed, number as u64);
             let result = run_rank(number, num_threads, || {
                 random.install();
                 program(rank)
             });
+            // A forward that has failed may leave parts of its graph behind, which hold on to it.
+            if let Some(tier) = tier {
+                tier.close();
+            }
             let cause = result.as_ref().err().map(|error| cause_of(number, error));
             // First the result, so that this failure arrives before those that follow from it. The launcher may have
             // given up on this rank.

@@ -71,6 +71,7 @@ mod links;
 mod lora;
 mod model;
 pub mod nn;
+mod offload;
 mod optim;
 mod precision;
 mod random;
@@ -102,8 +103,8 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
     Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
-    GradientReduction, Link, LossScale, MemoryEstimate, Mesh, ModelShape, NonFinite, OpCount, OpKind, OptimizerKind,
-    Plan, PlanWarning, PrecisionConfig, PrefetchConfig, Stage, Trace, Traffic, TrainingConfig, Transformer, Translated,
-    TranslatedItem, WrapPolicy, human_bytes,
+    GradientReduction, Link, LossScale, MemoryEstimate, Mesh, ModelShape, NonFinite, OffloadConfig, OpCount, OpKind,
+    OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig, Stage, TierError, TierShares, TierStats, Trace,
+    Traffic, TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -11,9 +11,10 @@ use fsdp_core::{
 };
 
 use crate::buffers::{self, Buffer};
-use crate::distribute::{Restored, Source, attach, distribute, let_go, managed, refresh, restore};
+use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
+use crate::offload::Offload;
 use crate::precision::Dtypes;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
@@ -107,7 +108,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
         let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
-        let source = Source { entries: &entries, managed: &managed, plan: &plan, shard_index };
+        let offload = Offload::new(&config.offload, rank.tier().cloned(), &plan, shard_index);
+        let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
         let settings = Settings {
@@ -119,9 +121,12 @@ impl<M: Module + Sharded> ShardedModel<M> {
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
         let trace = rank.trace().cloned();
-        let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, trace));
-        for (param, bytes) in distributed.stored.into_iter().enumerate() {
-            engine.set_value(param, bytes);
+        let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, offload, trace));
+        for (param, stored) in distributed.stored.into_iter().enumerate() {
+            match stored {
+                Stored::Here(bytes) => engine.set_value(param, bytes),
+                Stored::Away(slot) => engine.set_block_slot(param, slot),
+            }
         }
         if rank.is_main() {
             tracing::info!("{}", engine.precision_summary());
@@ -343,6 +348,7 @@ impl<M: Module> ShardedModel<M> {
             prefetch: self.engine.prefetch().max() as u64,
             prefetch_max_bytes: self.engine.prefetch().max_bytes.map(|bytes| bytes as u64),
             activation_bytes,
+            tiers: self.engine.offload().memory(plan, self.engine.shard_index()),
             ..MemoryModel::new(plan.num_params() as u64)
         };
         let layouts: Vec<_> = plan.params().iter().map(PlannedParam::stored_layout).collect();
@@ -357,6 +363,7 @@ impl<M: Module> ShardedModel<M> {
     /// If a collective fails.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.engine.finish_gathers()?;
+        self.engine.finish_write_back()?;
         self.engine.finish_reduces()
     }
 

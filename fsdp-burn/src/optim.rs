@@ -11,13 +11,14 @@ use burn::module::Module;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::store::RecordError;
-use fsdp_core::{Action, Axis, Config, NonFinite};
+use fsdp_core::{Action, Axis, Config, NonFinite, SpanKind, UnitIndex};
 
 use crate::clip::{self, Norm};
 use crate::engine::Engine;
+use crate::offload::{Away, AwayStates};
 use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
 use crate::survey::Entry;
-use crate::{Error, ShardedGradients, ShardedModel, elementwise};
+use crate::{Error, ShardedGradients, ShardedModel, elementwise, host};
 
 /// What a call of [`ShardedOptimizer::step`] did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,7 +42,12 @@ pub enum StepOutcome {
 ///
 /// Memory: the state of this rank's blocks; 1/N of what the optimizer would hold, from stage 1 on.
 pub struct ShardedOptimizer {
+    /// With the state that is in memory.
     inner: ModuleOptimizer,
+    /// Without any.
+    blank: ModuleOptimizer,
+    /// State that is on the disk.
+    away: AwayStates,
     name: &'static str,
     clip_norm: Option<f64>,
     norm: Norm,
@@ -60,7 +66,9 @@ impl ShardedOptimizer {
             return Err(Error::NormClipping { threshold: *threshold });
         }
         Ok(Self {
+            blank: inner.clone().load_record(OptimizerRecord::default()),
             inner,
+            away: AwayStates::default(),
             name: elementwise::short_type_name::<O>(),
             clip_norm: config.training.gradient_clip_norm,
             norm: Norm::of_order(config.training.gradient_norm_order),
@@ -115,7 +123,7 @@ impl ShardedOptimizer {
         }
     }
 
-    /// The state of this rank's blocks, as Burn records it.
+    /// The state that is in memory, as Burn records it.
     pub(crate) fn record_bytes(&self) -> Result<burn::tensor::Bytes, RecordError> {
         self.inner.into_bytes()
     }
@@ -125,21 +133,55 @@ impl ShardedOptimizer {
         self.inner.to_record()
     }
 
-    /// Goes on from this state.
-    pub(crate) fn load_record(&mut self, record: OptimizerRecord) {
-        self.inner = self.inner.clone().load_record(record);
+    /// Goes on from this state in memory. What is on the disk is forgotten.
+    pub(crate) fn load_record(&mut self, engine: &Arc<Engine>, record: OptimizerRecord) {
+        self.inner = self.blank.clone().load_record(record);
+        self.away.forget(address(engine));
+    }
+
+    /// Goes on from this state of one unit's offloaded parameters.
+    pub(crate) fn load_away(
+        &mut self,
+        engine: &Arc<Engine>,
+        unit: UnitIndex,
+        record: OptimizerRecord,
+    ) -> Result<(), Error> {
+        let Some(tier) = engine.offload().tier() else { return Ok(()) };
+        let away = self.away.unit(address(engine), unit);
+        away.put(self.blank.clone().load_record(record))?;
+        away.write(tier)?;
+        match away.take_writing() {
+            Some((writing, _)) => Ok(writing.wait()?),
+            None => Ok(()),
+        }
+    }
+
+    /// State that is on the disk, by unit.
+    pub(crate) fn away(&self, engine: &Arc<Engine>) -> impl Iterator<Item = &Away> {
+        self.away.of_engine(address(engine))
+    }
+
+    /// The same as Burn records it, one unit after the other.
+    pub(crate) fn away_records(
+        &self,
+        engine: &Arc<Engine>,
+    ) -> impl Iterator<Item = Result<burn::tensor::Bytes, Error>> {
+        let slots: Vec<_> = self.away(engine).filter_map(Away::stored).collect();
+        let tier = engine.offload().tier().cloned();
+        let read = move |slot| tier.as_ref().map(|tier| Ok(host::burn_bytes(tier.read(slot).wait()?)));
+        slots.into_iter().filter_map(read)
     }
 
     /// Whether it has stepped no other model.
     pub(crate) fn is_for(&self, engine: &Arc<Engine>) -> bool {
-        self.checked.iter().all(|&(address, _)| address == Arc::as_ptr(engine).addr())
+        self.checked.iter().all(|&(checked, _)| checked == address(engine))
     }
 
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
         let (step, _) = engine.progress();
         let entries = model.planned_entries();
-        let model_state = (Arc::as_ptr(&engine).addr(), engine.generation());
+        let model_state = (address(&engine), engine.generation());
         if !self.checked.contains(&model_state) {
             elementwise::check(&self.inner, self.name, model.plan(), &entries)?;
             self.checked.push(model_state);
@@ -173,10 +215,12 @@ impl ShardedOptimizer {
             for action in engine.step_actions() {
                 match action {
                     Action::Step(unit) => {
-                        let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
-                        engine.stepping(unit, || self.step_unit(&lr, &engine, &entries, &params, factor));
+                        engine.stepping(unit, || self.step_unit(&lr, &engine, &entries, unit, factor))?;
                     }
-                    other => engine.execute(other)?,
+                    other => {
+                        self.move_state(&engine, other)?;
+                        engine.execute(other)?;
+                    }
                 }
             }
             Ok(())
@@ -190,27 +234,77 @@ impl ShardedOptimizer {
     fn step_unit(
         &mut self,
         lr: &ModuleLearningRate,
-        engine: &Engine,
+        engine: &Arc<Engine>,
         entries: &[Entry],
-        params: &[usize],
+        unit: UnitIndex,
         factor: f64,
-    ) {
+    ) -> Result<(), Error> {
+        let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
+        let (away, here): (Vec<_>, Vec<_>) = params.into_iter().partition(|&param| engine.offload().has_state(param));
+        let work = Work { lr, engine, entries, factor, clip_value: self.clip_value };
+        work.step(&mut self.inner, &here)?;
+        if let (false, Some(tier)) = (away.is_empty(), engine.offload().tier()) {
+            let state = self.away.unit(address(engine), unit);
+            let wait = |reading, bytes| engine.wait_state(unit, SpanKind::Read, bytes, reading);
+            let mut optimizer = state.take(&self.blank, tier, wait)?;
+            work.step(&mut optimizer, &away)?;
+            state.put(optimizer)?;
+        }
+        Ok(())
+    }
+
+    /// The optimizer's part of an action that fetches or writes back.
+    fn move_state(&mut self, engine: &Arc<Engine>, action: Action) -> Result<(), Error> {
+        let Some(tier) = engine.offload().tier() else { return Ok(()) };
+        match action {
+            Action::FetchState(unit) => self.away.unit(address(engine), unit).fetch(tier),
+            Action::WriteBack(unit) => self.away.unit(address(engine), unit).write(tier)?,
+            Action::WaitWriteBack(unit) => {
+                if let Some((writing, bytes)) = self.away.unit(address(engine), unit).take_writing() {
+                    engine.wait_state(unit, SpanKind::Write, bytes, writing)?;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// What stays the same over the units of a step.
+struct Work<'a> {
+    lr: &'a ModuleLearningRate,
+    engine: &'a Engine,
+    entries: &'a [Entry],
+    factor: f64,
+    clip_value: Option<f64>,
+}
+
+impl Work<'_> {
+    /// Steps the blocks of those parameters that have a gradient.
+    fn step(&self, optimizer: &mut ModuleOptimizer, params: &[usize]) -> Result<(), Error> {
+        let Self { engine, factor, clip_value, .. } = *self;
         let mut stepped = Vec::new();
         let mut module = ShardModule { blocks: Vec::new() };
         let mut gradients = GradientsParams::new();
         for &param in params {
-            let Some(gradient) = engine.take_reduced(param) else { continue };
-            let (entry, shape, dtype) = (&entries[param], engine.block_shape(param), engine.dtype(param));
+            let Some(gradient) = engine.take_reduced(param)? else { continue };
+            let (entry, shape, dtype) = (&self.entries[param], engine.block_shape(param), engine.dtype(param));
             let tensor = |bytes| BlockTensor { bytes, shape: &shape, dtype, factor: 1.0, clip_value: None };
-            let block = tensor(engine.block(param));
-            let gradient = BlockTensor { factor, clip_value: self.clip_value, ..tensor(gradient) };
+            let block = tensor(engine.block(param)?);
+            let gradient = BlockTensor { factor, clip_value, ..tensor(gradient) };
             module.blocks.push(Block { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });
             Ranked::new(entry.id, gradient).register(&mut gradients);
             stepped.push(param);
         }
-        let module = self.inner.step(lr.clone(), module, gradients);
+        let module = optimizer.step(self.lr.clone(), module, gradients);
         for (param, block) in stepped.into_iter().zip(module.blocks) {
             engine.set_stepped(param, block.param.into_bytes());
         }
+        Ok(())
     }
+}
+
+/// What an engine is known by.
+fn address(engine: &Arc<Engine>) -> usize {
+    Arc::as_ptr(engine).addr()
 }

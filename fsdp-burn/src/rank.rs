@@ -8,7 +8,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use bytes::Bytes;
 use fsdp_core::checkpoint::SaveOptions;
-use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Trace, Traffic};
+use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Tier, TierOptions, TierStats, Trace, Traffic};
 
 use crate::model::{reduce_number, reduce_numbers};
 use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
@@ -21,6 +21,8 @@ pub struct Rank {
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
     trace: Option<Arc<Trace>>,
+    /// Where anything is offloaded to a disk.
+    tier: Option<Arc<Tier>>,
 }
 
 impl Rank {
@@ -32,7 +34,8 @@ impl Rank {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        Ok(Self { config, recorder, traffic, control, trace })
+        let tier = open_tier(&config, control.as_ref())?;
+        Ok(Self { config, recorder, traffic, control, trace, tier })
     }
 
     /// This rank's number, from 0.
@@ -251,6 +254,15 @@ impl Rank {
         &self.traffic
     }
 
+    /// What this rank has written to its disk and read from it; `None` where nothing is offloaded to one.
+    pub fn tier_stats(&self) -> Option<TierStats> {
+        self.tier.as_ref().map(|tier| tier.stats())
+    }
+
+    pub(crate) fn tier(&self) -> Option<&Arc<Tier>> {
+        self.tier.as_ref()
+    }
+
     pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
         self.trace.as_ref()
     }
@@ -272,4 +284,18 @@ impl Rank {
     fn tag(&self, what: &str) -> OpTag {
         OpTag::new(0, Phase::Control, what)
     }
+}
+
+/// The rank's file on the disk, if the configuration places anything there.
+fn open_tier(config: &Config, comm: &dyn Communicator) -> Result<Option<Arc<Tier>>, Error> {
+    let offload = &config.offload;
+    let (Some(_), Some(dir)) = (offload.nvme_key(), &offload.nvme_path) else { return Ok(None) };
+    let tier = Tier::open(&TierOptions {
+        block_bytes: offload.nvme_block_bytes,
+        buffer_bytes: offload.nvme_buffer_bytes,
+        checksums: offload.nvme_checksums,
+        timeout: config.timeout(),
+        ..TierOptions::new(dir, comm.rank(), comm.world_size())
+    })?;
+    Ok(Some(Arc::new(tier)))
 }

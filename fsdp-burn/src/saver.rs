@@ -70,13 +70,19 @@ impl Saver {
     ///
     /// # Errors
     /// On every rank: what made the earlier save fail, in which case the new one is not begun; or what [`ShardedModel::save`]
-    /// refuses.
+    /// refuses; or that state is offloaded to the disk.
     pub fn save<M: Module>(
         &mut self,
         model: &ShardedModel<M>,
         optimizer: &ShardedOptimizer,
         sections: BTreeMap<String, Value>,
     ) -> Result<Option<Saved>, Error> {
+        if model.engine().offload().tier().is_some() {
+            return Err(Error::Misuse {
+                problem: "state that lies on the disk would change while a save in the background reads it".into(),
+                remedy: "use `model.save`, or keep all state in memory (`offload`)",
+            });
+        }
         // First the wait, so that there are never two copies of the state.
         let earlier = self.inner.finish()?;
         let noted = model.note(optimizer, sections)?;

@@ -31,7 +31,7 @@
 //! |---|---|
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
-//! | `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
@@ -40,9 +40,11 @@
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
+mod action;
 pub mod checkpoint;
 mod comm;
 mod config;
@@ -64,17 +66,19 @@ mod spec;
 mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod tier;
 mod trace;
 mod transformer;
 mod unit_state;
 
+pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, Place,
-    PrecisionConfig, PrefetchConfig, TrainingConfig, Translated, TranslatedItem, config_keys,
+    Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, OffloadConfig,
+    Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated, TranslatedItem, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
@@ -82,12 +86,12 @@ pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, NamedLink, Network, Placement};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
-pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, human_bytes, min_ranks};
+pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};
-pub use schedule::{Action, PrefetchDepth, Schedule, UnitIndex, UnitTraits};
+pub use schedule::Schedule;
 pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
     BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,
@@ -96,6 +100,7 @@ pub use simulate::{
 };
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
+pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
 pub use transformer::Transformer;
 pub use unit_state::{UnitState, WrongOrder};

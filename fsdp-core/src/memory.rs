@@ -58,6 +58,37 @@ impl ComputePrecision {
     }
 }
 
+/// What of the state lies on a disk, and what that takes in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierModel {
+    /// Share of the parameters' blocks, 0 to 1.
+    pub parameters: f64,
+    /// Share of the gradients.
+    pub gradients: f64,
+    /// Share of the optimizer state.
+    pub optimizer: f64,
+    /// Buffers of the rank for blocks under way, in bytes.
+    pub buffer_bytes: u64,
+}
+
+impl TierModel {
+    /// The part of `bytes` that stays in memory, of which `share` lies on the disk.
+    fn rest(bytes: u64, share: f64) -> u64 {
+        (bytes as f64 * (1.0 - share.clamp(0.0, 1.0))).round() as u64
+    }
+
+    /// What a step holds of the largest unit's state, whose bytes on this rank are given by kind: of optimizer state what
+    /// is read for the next unit, what is being written of the last one, and twice what is stepped, which is packed; of
+    /// gradients the next ones, those that are stepped, and their multiple; of parameters the next, the old, the new and
+    /// those being written.
+    fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
+        let of = |share: f64, bytes: u64, copies: u64| if share > 0.0 { copies * bytes } else { 0 };
+        let moving =
+            of(self.parameters, parameters, 4) + of(self.gradients, gradients, 3) + of(self.optimizer, optimizer, 4);
+        moving + if moving > 0 { self.buffer_bytes } else { 0 }
+    }
+}
+
 /// What decides the memory of a rank. All lengths are in elements.
 ///
 /// With P parameters on N ranks, in float32 with Adam: stage 0 holds 16P bytes, 1 holds 8P + 8P/N, 2 holds 4P + 12P/N,
@@ -75,7 +106,7 @@ impl ComputePrecision {
 ///
 /// Left out, because it depends on the run: buffers of a communicator between hosts, temporaries of the optimizer (a few
 /// times one block), and what the allocator rounds up. Activations come in as a number.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct MemoryModel {
     /// Parameters of the whole model.
     pub parameter_len: u64,
@@ -102,6 +133,8 @@ pub struct MemoryModel {
     pub prefetch_max_bytes: Option<u64>,
     /// What forward keeps for backward, with the temporaries of the loss, in bytes per rank, where it is known.
     pub activation_bytes: Option<u64>,
+    /// What lies on a disk. Default: nothing.
+    pub tiers: TierModel,
 }
 
 impl MemoryModel {
@@ -120,6 +153,7 @@ impl MemoryModel {
             prefetch: 0,
             prefetch_max_bytes: None,
             activation_bytes: None,
+            tiers: TierModel::default(),
         }
     }
 
@@ -183,10 +217,17 @@ impl MemoryModel {
             Stage::OptimizerState => 0,
             _ => self.largest_unit_len.saturating_mul(2).min(full_len),
         };
+        let stepped_len = if self.stage.shards_optimizer() { shard_len } else { full_len };
+        // Of the largest unit, this rank's part.
+        let unit_len = (self.largest_unit_len.max(self.kept_len) as f64 * stepped_len as f64 / full_len.max(1) as f64)
+            .ceil() as u64;
+        let tier_bytes =
+            self.tiers.step_bytes(element_bytes * unit_len, element_bytes * unit_len, optimizer_bytes * unit_len);
         MemoryEstimate {
-            parameter_bytes: element_bytes * parameter_len,
-            gradient_bytes: element_bytes * gradient_len,
-            optimizer_bytes: optimizer_bytes * if self.stage.shards_optimizer() { shard_len } else { full_len },
+            parameter_bytes: TierModel::rest(element_bytes * parameter_len, self.tiers.parameters),
+            gradient_bytes: TierModel::rest(element_bytes * gradient_len, self.tiers.gradients),
+            optimizer_bytes: TierModel::rest(optimizer_bytes * stepped_len, self.tiers.optimizer),
+            tier_bytes,
             gathered_bytes: element_bytes * gathered_len,
             in_flight_bytes: element_bytes * in_flight_len,
             activation_bytes: self.activation_bytes,
@@ -207,6 +248,8 @@ pub struct MemoryEstimate {
     pub gathered_bytes: u64,
     /// Whole gradients of the unit that backward works on, and of the one that is being reduced.
     pub in_flight_bytes: u64,
+    /// What lies on a disk and is in memory for a step, with the buffers for that; 0 where nothing is offloaded.
+    pub tier_bytes: u64,
     /// Activations, where they are known.
     pub activation_bytes: Option<u64>,
 }
@@ -220,11 +263,13 @@ impl MemoryEstimate {
     /// The most that is held at once, or `None` where activations are not known.
     ///
     /// Not the sum of all parts: activations are complete when backward begins, gradients when it ends. One grows as the
-    /// other shrinks, so the peak is at one of the two ends.
+    /// other shrinks, so the peak is at one of the two ends; or in the step, where what is offloaded passes through memory.
     pub fn peak_bytes(&self) -> Option<u64> {
         let always = self.parameter_bytes + self.optimizer_bytes + self.gathered_bytes;
         let end = self.gradient_bytes + self.in_flight_bytes;
-        self.activation_bytes.map(|begin| always + begin.max(end))
+        // Of whole gradients nothing is left by then.
+        let step = self.gradient_bytes + self.tier_bytes;
+        self.activation_bytes.map(|begin| always + begin.max(end).max(step))
     }
 
     /// The most that is held at once of what is known: activations that are not known count as none.
@@ -246,6 +291,9 @@ impl fmt::Display for MemoryEstimate {
         ];
         for (name, bytes) in parts {
             writeln!(f, "{name:<15} {:>10}", human_bytes(bytes))?;
+        }
+        if self.tier_bytes > 0 {
+            writeln!(f, "{:<15} {:>10}", "from the disk", human_bytes(self.tier_bytes))?;
         }
         match self.activation_bytes.zip(self.peak_bytes()) {
             Some((activations, peak)) => {
@@ -411,6 +459,21 @@ mod tests {
         assert_eq!(of(Stage::OptimizerState), [80, 320, 160, 0]);
         assert_eq!(of(Stage::Gradients), [80, 80, 160, 0]);
         assert_eq!(of(Stage::Parameters), [80, 80, 160, 8]);
+    }
+
+    #[test]
+    fn what_lies_on_a_disk_is_in_memory_for_one_unit_at_a_time() {
+        let model = |tiers| MemoryModel { num_shards: 2, largest_unit_len: 10, tiers, ..MemoryModel::new(80) };
+        let all = TierModel { parameters: 1.0, gradients: 1.0, optimizer: 1.0, buffer_bytes: 7 };
+        let estimate = model(all).average();
+        assert_eq!(estimate.state_bytes(), 0);
+        // Of 5 elements: 4 times the parameters, 3 times the gradients, 4 times the optimizer's state; and the buffers.
+        assert_eq!(estimate.tier_bytes, 5 * 4 * 4 + 5 * 4 * 3 + 5 * 8 * 4 + 7);
+        let part = TierModel { optimizer: 0.75, buffer_bytes: 7, ..TierModel::default() };
+        let estimate = model(part).average();
+        assert_eq!((estimate.parameter_bytes, estimate.optimizer_bytes, estimate.tier_bytes), (160, 80, 5 * 8 * 4 + 7));
+        assert_eq!(model(TierModel { buffer_bytes: 7, ..TierModel::default() }).average().tier_bytes, 0);
+        assert!(estimate.to_string().contains("from the disk"));
     }
 
     #[test]

@@ -4,67 +4,7 @@
 //! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
 //! clock and no peers, so that every rank that is told the same answers the same.
 
-use crate::{Stage, UnitState};
-
-/// Index of a unit in the plan.
-pub type UnitIndex = usize;
-
-/// One thing for the engine to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Start the all-gather of the unit's parameters; after a step, of the updated ones.
-    Gather(UnitIndex),
-    /// Wait until the unit is gathered.
-    WaitGather(UnitIndex),
-    /// Drop the gathered copy. One that is still under way is dropped when it arrives.
-    Free(UnitIndex),
-    /// Start the reduction of the unit's gradients over the ranks.
-    Reduce(UnitIndex),
-    /// Wait until the unit's gradients are reduced.
-    WaitReduce(UnitIndex),
-    /// Update the parameters that this rank steps.
-    Step(UnitIndex),
-    /// Start the all-gather of the updated parameters (stages 1 and 2).
-    Publish(UnitIndex),
-    /// Wait until the updated parameters of all ranks have arrived.
-    WaitPublish(UnitIndex),
-}
-
-/// How many units are gathered ahead of the one in use.
-///
-/// Each costs the memory of one gathered unit and hides the time of one gather; 0 hides nothing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PrefetchDepth {
-    /// In forward.
-    pub forward: usize,
-    /// In backward.
-    pub backward: usize,
-    /// No unit is gathered ahead where all that are gathered would be larger than this, in bytes. The unit in use is
-    /// gathered in any case. `None`: no limit. See [Note: A limit that all ranks agree on].
-    pub max_bytes: Option<usize>,
-}
-
-impl PrefetchDepth {
-    /// The larger of both: what memory has to hold.
-    pub fn max(self) -> usize {
-        self.forward.max(self.backward)
-    }
-}
-
-/// What the schedule must know of a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnitTraits {
-    /// Its parameters are cut (stage 3) and have to be gathered before use.
-    pub gathered_on_use: bool,
-    /// It stays gathered from its first use in forward until backward is done with it.
-    pub keep: bool,
-    /// It has parameters that receive gradients.
-    pub trainable: bool,
-    /// Prefetch depth in forward while this unit is in use, if it differs from the configuration.
-    pub prefetch: Option<usize>,
-    /// Size of its gathered copy; 0 if nothing of it is gathered on use.
-    pub gathered_bytes: usize,
-}
+use crate::{Action, PrefetchDepth, Stage, UnitIndex, UnitState, UnitTiers, UnitTraits};
 
 /// What the model is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +32,9 @@ struct Unit {
     pending_gradients: usize,
     /// All gradients of this backward are here; the reduction waits for its turn.
     gradients_ready: bool,
+    tiers: UnitTiers,
+    /// The blocks are here, or on their way from their tier, for the next gather.
+    fetched: bool,
 }
 
 /// The state machine. See the module's documentation.
@@ -136,6 +79,8 @@ pub struct Schedule {
     first_uses: Vec<UnitIndex>,
     /// What the next forward is expected to start with, the same on every rank. Empty until the first backward.
     expected_uses: Vec<UnitIndex>,
+    /// The unit that is being written back since the last step.
+    writing_back: Option<UnitIndex>,
 }
 
 impl Schedule {
@@ -146,6 +91,8 @@ impl Schedule {
             state: UnitState::Sharded,
             pending_gradients: 0,
             gradients_ready: false,
+            tiers: UnitTiers::default(),
+            fetched: false,
         };
         Self {
             stage,
@@ -163,6 +110,28 @@ impl Schedule {
             reduces_pending: Vec::new(),
             first_uses: Vec::new(),
             expected_uses: Vec::new(),
+            writing_back: None,
+        }
+    }
+
+    /// Says what lies in tiers, unit by unit. Blocks are then fetched one unit ahead of their gather, which is why a tier
+    /// needs memory for the blocks of one more unit than are gathered; in a step, the next unit is read and the last one
+    /// written while one steps.
+    ///
+    /// ```
+    /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTiers, UnitTraits};
+    ///
+    /// let unit =
+    ///     UnitTraits { gathered_on_use: false, keep: false, trainable: true, prefetch: None, gathered_bytes: 0 };
+    /// let mut schedule = Schedule::new(Stage::Gradients, &[unit; 2], PrefetchDepth::default());
+    /// schedule.set_tiers(&[UnitTiers { state: true, ..UnitTiers::default() }; 2]);
+    /// schedule.set_reduce_order(vec![1, 0]);
+    /// let actions = schedule.step();
+    /// assert_eq!(actions[..4], [FetchState(1), FetchState(0), Step(1), WriteBack(1)]);
+    /// ```
+    pub fn set_tiers(&mut self, tiers: &[UnitTiers]) {
+        for (unit, &tiers) in self.units.iter_mut().zip(tiers) {
+            unit.tiers = tiers;
         }
     }
 
@@ -195,7 +164,8 @@ impl Schedule {
         }
         let cursor = find_next(&self.forward_order, cursor, unit);
         self.pass = Pass::Forward { cursor };
-        self.demand(unit, &self.forward_window(unit, cursor))
+        let (window, next) = self.forward_window(unit, cursor);
+        self.demand(unit, &window, next)
     }
 
     /// A parameter of `unit` is needed in a forward without a backward. The learned order is used but not changed.
@@ -206,7 +176,8 @@ impl Schedule {
         };
         let cursor = find_next(&self.forward_order, cursor, unit);
         self.pass = Pass::Evaluate { cursor };
-        self.demand(unit, &self.forward_window(unit, cursor))
+        let (window, next) = self.forward_window(unit, cursor);
+        self.demand(unit, &window, next)
     }
 
     /// One more use of a trainable parameter of `unit` was recorded for backward.
@@ -278,7 +249,10 @@ impl Schedule {
         let here = |next: UnitIndex| self.units[next].traits.keep || !self.units[next].traits.gathered_on_use;
         let window = self.window(&self.backward_order, cursor, unit, self.depth.backward, here);
         let before = before(&self.backward_order, cursor, &self.units);
-        self.demand(unit, &self.within_limit(window, before))
+        let window = self.within_limit(window, before);
+        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward + 1, here);
+        let next = further.into_iter().find(|next| !window.contains(next));
+        self.demand(unit, &window, next)
     }
 
     /// One gradient of `unit` has been computed. When it is the last one expected, the unit is freed and its reduction
@@ -344,7 +318,19 @@ impl Schedule {
     /// Waits for the reductions that are still under way: before a norm over all gradients, or another backward.
     pub fn finish_reduces(&mut self) -> Vec<Action> {
         self.reduce_in_flight = None;
-        self.reduces_pending.drain(..).map(Action::WaitReduce).collect()
+        let mut actions = Vec::new();
+        for unit in std::mem::take(&mut self.reduces_pending) {
+            self.wait_reduce(unit, &mut actions);
+        }
+        actions
+    }
+
+    /// Waits for a reduction before the step; its gradients go to their tier until then.
+    fn wait_reduce(&self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        actions.push(Action::WaitReduce(unit));
+        if self.units[unit].tiers.gradients {
+            actions.push(Action::WriteGradients(unit));
+        }
     }
 
     /// Waits for the gathers that are still under way, so that nothing moves any more until the model is used again.
@@ -353,6 +339,11 @@ impl Schedule {
         units
             .filter_map(|(unit, Unit { state, .. })| state.arrived().is_ok().then_some(Action::WaitGather(unit)))
             .collect()
+    }
+
+    /// Waits for what the last step has left to be written.
+    pub fn finish_write_back(&mut self) -> Vec<Action> {
+        self.writing_back.take().map(Action::WaitWriteBack).into_iter().collect()
     }
 
     /// An optimizer step over all trainable units, in the order in which their gradients arrive; where all are here
@@ -371,12 +362,27 @@ impl Schedule {
         self.gather_ahead(first_units.iter().filter(|unit| !order.contains(unit)), &mut actions);
         let publish = matches!(self.stage, Stage::OptimizerState | Stage::Gradients);
         let mut published = None;
-        for unit in order {
+        for (index, &unit) in order.iter().enumerate() {
+            let has_tiers = self.units[unit].tiers.any();
+            if index == 0 && has_tiers {
+                actions.push(Action::FetchState(unit));
+            }
             if self.reduces_pending.contains(&unit) {
                 actions.push(Action::WaitReduce(unit));
             }
+            // The next one is read while this one steps.
+            let next = order.get(index + 1).filter(|&&next| self.units[next].tiers.any());
+            actions.extend(next.map(|&next| Action::FetchState(next)));
             actions.push(Action::Step(unit));
+            // The new blocks are here; they have not gone back to their tier yet.
+            self.units[unit].fetched = true;
             self.gather_ahead(first_units.iter().filter(|&&first| first == unit), &mut actions);
+            self.units[unit].fetched = false;
+            if has_tiers {
+                // At most one unit is being written: the older one's memory is free by now.
+                actions.extend(self.writing_back.replace(unit).map(Action::WaitWriteBack));
+                actions.push(Action::WriteBack(unit));
+            }
             if publish {
                 actions.push(Action::Publish(unit));
                 // At most two units are published at once: the older one must have arrived.
@@ -403,7 +409,8 @@ impl Schedule {
         actions
     }
 
-    fn forward_window(&self, unit: UnitIndex, cursor: usize) -> Vec<UnitIndex> {
+    /// What is to be gathered while `unit` is used, and the one to be gathered after that.
+    fn forward_window(&self, unit: UnitIndex, cursor: usize) -> (Vec<UnitIndex>, Option<UnitIndex>) {
         let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
         let order = &self.forward_order;
         let here = |next: UnitIndex| {
@@ -411,7 +418,10 @@ impl Schedule {
             !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
         };
         let window = self.window(order, cursor, unit, depth, here);
-        self.within_limit(window, before(order, cursor, &self.units))
+        let window = self.within_limit(window, before(order, cursor, &self.units));
+        let further = self.window(order, cursor, unit, depth + 1, here);
+        let next = further.into_iter().find(|next| !window.contains(next));
+        (window, next)
     }
 
     /// What forward is going to have gathered when it uses its first unit that is not kept. None without prefetching.
@@ -479,8 +489,8 @@ impl Schedule {
 
     /// Makes `unit` present and the rest of `window` under way. It takes the place of the unit that was in use before it,
     /// unless it is kept: then nothing is freed. So the last unit of forward that is not kept is still there when backward
-    /// asks for it.
-    fn demand(&mut self, unit: UnitIndex, window: &[UnitIndex]) -> Vec<Action> {
+    /// asks for it. The blocks of `next` are fetched, so that they are here when it is gathered.
+    fn demand(&mut self, unit: UnitIndex, window: &[UnitIndex], next: Option<UnitIndex>) -> Vec<Action> {
         let Unit { traits, state, .. } = &self.units[unit];
         if self.current == Some(unit) && (!traits.gathered_on_use || *state == UnitState::Gathered) {
             return Vec::new();
@@ -498,10 +508,20 @@ impl Schedule {
             }
         }
         self.gather_ahead(window, &mut actions);
+        if let Some(next) = next.filter(|&next| self.units[next].state == UnitState::Sharded) {
+            self.fetch_blocks(next, &mut actions);
+        }
         if self.units[unit].state.arrived().is_ok() {
             actions.push(Action::WaitGather(unit));
         }
         actions
+    }
+
+    fn fetch_blocks(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        let Unit { tiers, fetched, .. } = &mut self.units[unit];
+        if tiers.blocks && !std::mem::replace(fetched, true) {
+            actions.push(Action::FetchBlocks(unit));
+        }
     }
 
     /// Starts the gathers of those that are not here.
@@ -509,6 +529,8 @@ impl Schedule {
         for &unit in units {
             let Unit { traits, state, .. } = &mut self.units[unit];
             if traits.gathered_on_use && state.gather().is_ok() {
+                self.fetch_blocks(unit, actions);
+                self.units[unit].fetched = false;
                 actions.push(Action::Gather(unit));
             }
         }
@@ -527,7 +549,7 @@ impl Schedule {
         for waited in previous.into_iter().chain([unit]) {
             if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == waited) {
                 self.reduces_pending.remove(at);
-                actions.push(Action::WaitReduce(waited));
+                self.wait_reduce(waited, actions);
             }
         }
         actions.push(Action::Reduce(unit));

@@ -19,11 +19,14 @@ pub enum TraceStream {
     Gather,
     /// Reductions.
     Reduce,
+    /// Reads and writes of offloaded state.
+    Tier,
 }
 
 impl TraceStream {
     /// All rows, from the top.
-    pub const ALL: [TraceStream; 3] = [TraceStream::Compute, TraceStream::Gather, TraceStream::Reduce];
+    pub const ALL: [TraceStream; 4] =
+        [TraceStream::Compute, TraceStream::Gather, TraceStream::Reduce, TraceStream::Tier];
 
     /// Name of the row.
     pub fn name(self) -> &'static str {
@@ -31,6 +34,7 @@ impl TraceStream {
             TraceStream::Compute => "compute",
             TraceStream::Gather => "gather",
             TraceStream::Reduce => "reduce",
+            TraceStream::Tier => "tier",
         }
     }
 }
@@ -50,8 +54,12 @@ pub enum SpanKind {
     Reduce,
     /// The updated parameters of a unit are gathered (stages 1 and 2).
     Publish,
-    /// Computation stands still for communication.
+    /// Computation stands still for communication, or for a tier.
     Wait,
+    /// Offloaded state of a unit is read from its tier.
+    Read,
+    /// Offloaded state of a unit is written to its tier.
+    Write,
 }
 
 impl SpanKind {
@@ -76,6 +84,8 @@ impl SpanKind {
             SpanKind::Reduce => "reduce",
             SpanKind::Publish => "publish",
             SpanKind::Wait => "wait",
+            SpanKind::Read => "read",
+            SpanKind::Write => "write",
         }
     }
 }
@@ -186,7 +196,9 @@ impl Trace {
         let mut events: Vec<Event> = Vec::new();
         for &rank in &ranks {
             events.push(Event::name("process_name", rank, 0, format!("rank {rank}")));
-            for (row, stream) in TraceStream::ALL.iter().enumerate() {
+            let has_tier = spans.iter().any(|span| span.rank == rank && span.stream == TraceStream::Tier);
+            let rows = TraceStream::ALL.iter().enumerate();
+            for (row, stream) in rows.filter(|(_, stream)| **stream != TraceStream::Tier || has_tier) {
                 events.push(Event::name("thread_name", rank, row, stream.name().to_owned()));
             }
         }

@@ -160,8 +160,10 @@ fn nothing_is_left_for_later() {
     broken.assert_none();
 }
 
-/// Where `unsafe` is argued for, file by file.
-const UNSAFE_FILES: [&str; 3] = ["benches/memory.rs", "fsdp-core/src/comm/pool.rs", "fsdp-core/src/comm/shared.rs"];
+/// Where `unsafe` is argued for, file by file: an allocator that counts; memory that ranks fill at once; buffers that the
+/// kernel fills while no call waits for it.
+const UNSAFE_FILES: [&str; 4] =
+    ["benches/memory.rs", "fsdp-core/src/comm/pool.rs", "fsdp-core/src/comm/shared.rs", "fsdp-core/src/tier/uring.rs"];
 
 #[test]
 fn unsafe_code_stays_where_it_is_argued_for() {

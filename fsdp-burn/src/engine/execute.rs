@@ -11,6 +11,7 @@ use fsdp_core::{
 };
 
 use super::missing::{missing_gradient, present_gradient};
+use super::tiers::Reduced;
 use super::{Engine, Gathered, State, size_bytes};
 use crate::Error;
 use crate::host::{self, cut};
@@ -20,10 +21,9 @@ impl Engine {
         for action in actions {
             match action {
                 Action::Gather(unit) => {
-                    let parts: Vec<_> = self
-                        .cut_params(unit)
-                        .map(|(param, _)| self.rounded_part(param, &state.stored[param]))
-                        .collect();
+                    let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
+                    let part = |param| Ok(self.rounded_part(param, &self.take_stored(state, param)?));
+                    let parts = params.into_iter().map(part).collect::<Result<Vec<_>, Error>>()?;
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
                     let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
                     state.units[unit].gathered = Gathered::UnderWay(pending);
@@ -65,6 +65,11 @@ impl Engine {
                         }
                     }
                 }
+                Action::FetchBlocks(unit) => self.fetch_blocks(state, unit),
+                Action::FetchState(unit) => self.fetch_state(state, unit),
+                Action::WriteBack(unit) => self.write_back(state, unit)?,
+                Action::WaitWriteBack(unit) => self.finish_writes(state, unit)?,
+                Action::WriteGradients(unit) => self.write_gradients(state, unit)?,
                 Action::Step(_) => unreachable!("the optimizer executes steps"),
             }
         }
@@ -92,6 +97,8 @@ impl Engine {
     }
 
     fn start_reduce(&self, state: &mut State, unit: UnitIndex) {
+        // What an earlier micro-batch has left is added to.
+        self.fetch_gradients(state, unit);
         let mut split = Vec::new();
         let mut whole = Vec::new();
         let mut bytes = 0;
@@ -137,14 +144,12 @@ impl Engine {
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
         for (param, new) in params.into_iter().zip(reduced) {
             let new = host::cast(&new, self.dtypes.reduce[param], self.dtypes.master[param]);
-            let sum = match state.reduced[param].take() {
+            let sum = match self.take_reduced_of(state, param)? {
                 Some(old) => self.add(param, old, new),
-                None => {
-                    state.held.reduced += new.len();
-                    new
-                }
+                None => new,
             };
-            state.reduced[param] = Some(sum);
+            state.held.reduced += sum.len();
+            state.reduced[param] = Some(Reduced::Here(sum));
         }
         state.note();
         Ok(())

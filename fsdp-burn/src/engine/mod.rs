@@ -10,7 +10,9 @@ mod backward;
 mod execute;
 mod missing;
 mod observe;
+mod settings;
 mod sum;
+mod tiers;
 
 use std::any::Any;
 use std::fmt;
@@ -25,15 +27,16 @@ use fsdp_core::{
     PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
 };
 
-use missing::is_missing;
 pub use observe::EngineStats;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
 use crate::host::{self, cut};
 use crate::links::Links;
+use crate::offload::Offload;
 use crate::precision::{Dtypes, Summary};
 use observe::{Computing, Held};
+use tiers::{Reduced, Tiers};
 
 /// Units that one graph may enter before depth stops to grow: forwards that never have a backward would build a ladder
 /// without end. Beyond it gradients still arrive, only later. See [Note: Order of backward steps].
@@ -63,6 +66,7 @@ pub(crate) struct Engine {
     generation: AtomicUsize,
     links: Links,
     settings: Settings,
+    offload: Offload,
     trace: Option<Arc<Trace>>,
     state: Mutex<State>,
     ladder: Mutex<Option<Box<dyn Any + Send>>>,
@@ -70,7 +74,7 @@ pub(crate) struct Engine {
 
 struct State {
     schedule: Schedule,
-    /// By parameter: this rank's block, or the whole parameter where that is resident.
+    /// By parameter: this rank's block, or the whole parameter where that is resident. Empty while it lies in a tier.
     stored: Vec<Bytes>,
     /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
     /// with].
@@ -78,8 +82,9 @@ struct State {
     /// By parameter: the whole gradient of this rank, not reduced yet.
     local: Vec<Option<FlexTensor>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
-    reduced: Vec<Option<Bytes>>,
+    reduced: Vec<Option<Reduced>>,
     units: Vec<UnitBuffers>,
+    tiers: Tiers,
     /// Units that forward has entered since the last backward. See [Note: Order of backward steps].
     entered: usize,
     last_entered: Option<UnitIndex>,
@@ -138,6 +143,7 @@ impl State {
         self.reduced.iter_mut().for_each(|gradient| *gradient = None);
         self.local.iter_mut().for_each(|gradient| *gradient = None);
         (self.held.reduced, self.held.local) = (0, 0);
+        self.tiers.forget_gradients();
     }
 }
 
@@ -155,17 +161,20 @@ impl Engine {
         dtypes: Dtypes,
         links: Links,
         settings: Settings,
+        offload: Offload,
         trace: Option<Arc<Trace>>,
     ) -> Self {
-        let schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute), settings.depth);
+        let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute), settings.depth);
+        schedule.set_tiers(&offload.unit_tiers(&plan));
         let num_params = plan.params().len();
         let state = State {
             schedule,
             stored: vec![Bytes::new(); num_params],
             masters: vec![None; num_params],
             local: vec![None; num_params],
-            reduced: vec![None; num_params],
+            reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
+            tiers: Tiers::new(num_params, plan.units().len()),
             entered: 0,
             last_entered: None,
             in_backward: false,
@@ -184,31 +193,12 @@ impl Engine {
         let trained = plan.params().iter().map(|param| AtomicBool::new(param.trainable)).collect();
         let (state, ladder) = (Mutex::new(state), Mutex::new(None));
         let generation = AtomicUsize::new(0);
-        Self { plan, shard_index, dtypes, held, trained, generation, links, settings, trace, state, ladder }
+        Self { plan, shard_index, dtypes, held, trained, generation, links, settings, offload, trace, state, ladder }
     }
 
     /// Units, and how parameters are cut. Which of them are trained may have changed since.
     pub(crate) fn plan(&self) -> &Plan {
         &self.plan
-    }
-
-    /// Changes whenever other parameters are trained.
-    pub(crate) fn generation(&self) -> usize {
-        self.generation.load(Ordering::Relaxed)
-    }
-
-    /// Trains the parameters that `plan` says, from the next forward on. It is a plan of the same units and cuts.
-    pub(crate) fn train(&self, plan: &Plan) -> Result<(), Error> {
-        self.finish_reduces()?;
-        self.abandon_forward()?;
-        for (trained, param) in self.trained.iter().zip(plan.params()) {
-            trained.store(param.trainable, Ordering::Relaxed);
-        }
-        self.generation.fetch_add(1, Ordering::Relaxed);
-        // Reductions are in another order from now on, which all ranks agree on in the next backward.
-        let units = plan.unit_traits(&self.dtypes.compute);
-        self.lock().schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
-        Ok(())
     }
 
     pub(crate) fn shard_index(&self) -> usize {
@@ -275,7 +265,12 @@ impl Engine {
         self.lock().stats = EngineStats::default();
     }
 
-    /// What is stored of a parameter.
+    /// What is offloaded, and to where.
+    pub(crate) fn offload(&self) -> &Offload {
+        &self.offload
+    }
+
+    /// What is stored of a parameter in memory.
     pub(crate) fn stored(&self, param: usize) -> Bytes {
         self.lock().stored[param].clone()
     }
@@ -315,42 +310,6 @@ impl Engine {
     /// Whether the optimizer steps something else than what is stored. See [Note: Masters and what is computed with].
     fn has_master(&self, param: usize) -> bool {
         self.plan.is_resident(&self.plan.params()[param]) && self.dtypes.compute[param] != self.dtypes.master[param]
-    }
-
-    /// What a sum of gradients is multiplied with: one over the items or micro-batches since the last step.
-    pub(crate) fn gradient_factor(&self) -> f64 {
-        let state = self.lock();
-        let scale = state.scaler.map_or(1.0, |scaler| scaler.scale());
-        match state.items {
-            Some(items) => 1.0 / (items * scale),
-            None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
-            None => 1.0 / scale,
-        }
-    }
-
-    /// The scale of the loss, if there is one.
-    pub(crate) fn scaler(&self) -> Option<LossScaler> {
-        self.lock().scaler
-    }
-
-    /// Goes on from a noted scale of the loss.
-    pub(crate) fn restore_scale(&self, scale: f64, good_steps: u32) {
-        if let Some(scaler) = &mut self.lock().scaler {
-            scaler.restore(scale, good_steps);
-        }
-    }
-
-    /// Tells the loss scale whether the gradients of this step are finite; returns whether they are not because the scale
-    /// was too large. All ranks see the same norm, so they answer the same.
-    pub(crate) fn overflowed(&self, finite: bool) -> bool {
-        match &mut self.lock().scaler {
-            Some(scaler) if finite => {
-                scaler.stepped();
-                false
-            }
-            Some(scaler) => scaler.overflowed(),
-            None => false,
-        }
     }
 
     /// Forgets a forward that will have no backward, and lets go of what it has gathered.
@@ -434,24 +393,6 @@ impl Engine {
         self.run(&mut self.lock(), vec![action])
     }
 
-    /// Takes the reduced gradient of a parameter. `None`: no rank had one.
-    pub(crate) fn take_reduced(&self, param: usize) -> Option<Bytes> {
-        let mut state = self.lock();
-        let gradient = state.reduced[param].take()?;
-        state.held.reduced -= gradient.len();
-        (!is_missing(&gradient, self.dtypes.master[param])).then_some(gradient)
-    }
-
-    /// Looks at the reduced gradient of every trainable parameter, in plan order.
-    pub(crate) fn each_reduced(&self, mut look: impl FnMut(usize, &Bytes)) {
-        let state = self.lock();
-        for (param, gradient) in state.reduced.iter().enumerate() {
-            if let Some(gradient) = gradient {
-                look(param, gradient);
-            }
-        }
-    }
-
     /// Drops all gradients, reduced or not.
     pub(crate) fn discard_gradients(&self) {
         self.lock().discard_gradients();
@@ -472,17 +413,17 @@ impl Engine {
     }
 
     /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
-    pub(crate) fn block(&self, param: usize) -> Bytes {
+    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
-        let state = self.lock();
+        let mut state = self.lock();
         if let Some(master) = &state.masters[param] {
-            return master.clone();
+            return Ok(master.clone());
         }
-        let stored = &state.stored[param];
+        let stored = self.take_stored(&mut state, param)?;
         if spec.is_split() && self.plan.is_resident(spec) {
-            cut(stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes())
+            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
         } else {
-            stored.clone()
+            Ok(stored)
         }
     }
 
@@ -497,10 +438,10 @@ impl Engine {
     pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
         if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
-            return Ok(if self.has_master(param) { self.block(param) } else { self.stored(param) });
+            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
         }
         let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
-        let part = self.gather_part(param, self.block(param), self.dtypes.master[param]);
+        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
         let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
         full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
     }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use fsdp_core::{Pending, PlannedParam, Span, SpanKind, TraceStream, UnitIndex};
+use fsdp_core::{Pending, PlannedParam, Span, SpanKind, TraceStream, Transfer, UnitIndex};
 
 use super::{Engine, State};
 use crate::Error;
@@ -16,6 +16,8 @@ pub struct EngineStats {
     pub reduce_wait: Duration,
     /// Time that the optimizer stood still for updated parameters of other ranks (stages 1 and 2).
     pub publish_wait: Duration,
+    /// Time that forward, backward and the optimizer stood still for offloaded state.
+    pub tier_wait: Duration,
     /// Time that the communication threads were busy, waiting for peers included.
     pub communication: Duration,
     /// Largest size of the parameters held, in bytes: blocks at stage 3, whole tensors below.
@@ -81,6 +83,41 @@ impl Engine {
             self.record(state, SpanKind::Wait, unit, (now - timing.blocked, now), |_| ());
         }
         Ok(value)
+    }
+
+    /// Waits for a transfer of a tier, and counts how long the caller stood still.
+    pub(super) fn wait_tier<T>(
+        &self,
+        state: &mut State,
+        kind: SpanKind,
+        unit: UnitIndex,
+        bytes: u64,
+        transfer: Transfer<T>,
+    ) -> Result<T, Error> {
+        let span = tracing::trace_span!("wait", kind = kind.name(), unit = self.plan.units()[unit].name).entered();
+        let (value, timing) = transfer.wait_timed();
+        drop(span);
+        let value = value?;
+        state.stats.tier_wait += timing.blocked;
+        self.record(state, kind, unit, (timing.started, timing.finished), |span| {
+            (span.bytes, span.stream) = (bytes, TraceStream::Tier);
+        });
+        if !timing.blocked.is_zero() {
+            let now = Instant::now();
+            self.record(state, SpanKind::Wait, unit, (now - timing.blocked, now), |_| ());
+        }
+        Ok(value)
+    }
+
+    /// As [`Engine::wait_tier`], for the optimizer.
+    pub(crate) fn wait_state<T>(
+        &self,
+        unit: UnitIndex,
+        kind: SpanKind,
+        bytes: u64,
+        transfer: Transfer<T>,
+    ) -> Result<T, Error> {
+        self.wait_tier(&mut self.lock(), kind, unit, bytes, transfer)
     }
 
     /// The rank's own thread computes for `unit` from now on.

@@ -14,7 +14,7 @@ use burn_train::checkpoint::{
 };
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{Learner, LearnerModel, LearningCheckpointer};
-use fsdp_core::{Dtype, GatherPart, OpTag, Phase};
+use fsdp_core::{Dtype, GatherPart, OpTag, Phase, UnitIndex};
 
 use crate::{Error, ShardedModel, ShardedOptimizer, host};
 
@@ -102,7 +102,9 @@ pub(super) fn load<M: Module>(
 ) -> Result<(), Error> {
     let reader = Reader::from_bytes(whole.clone()).map_err(error)?;
     let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
-    let mut tensors = Vec::new();
+    let offload = model.engine().offload();
+    // What is in memory, and by unit what lies on the disk.
+    let mut tensors: BTreeMap<Option<UnitIndex>, Vec<burn_pack::Tensor>> = BTreeMap::from([(None, Vec::new())]);
     for tensor in reader.into_tensors().map_err(error)? {
         let state = StateTensor::of(tensor, model)?;
         let spec = &model.plan().params()[state.param];
@@ -114,9 +116,16 @@ pub(super) fn load<M: Module>(
             true => host::cut(&state.bytes, &spec.layout, model.engine().shard_index(), elem_bytes),
             false => state.bytes.clone(),
         };
-        tensors.push(state.with(block, &model.engine().block_shape(state.param)));
+        let place = offload.has_state(state.param).then_some(spec.unit);
+        tensors.entry(place).or_default().push(state.with(block, &model.engine().block_shape(state.param)));
     }
-    optimizer.load_record(record(tensors, &scalars, &paths)?);
+    for (place, tensors) in tensors {
+        let record = record(tensors, &scalars, &paths)?;
+        match place {
+            None => optimizer.load_record(model.engine(), record),
+            Some(unit) => optimizer.load_away(model.engine(), unit, record)?,
+        }
+    }
     Ok(())
 }
 
@@ -126,16 +135,20 @@ pub(super) fn whole<M: Module>(
     model: &ShardedModel<M>,
 ) -> Result<OptimizerRecord, Error> {
     let links = model.engine().links();
-    let reader = Reader::from_bytes(optimizer.record_bytes().map_err(error)?).map_err(error)?;
-    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
-    let mut own = BTreeMap::new();
-    for tensor in reader.into_tensors().map_err(error)? {
-        let state = StateTensor::of(tensor, model)?;
-        let block_shape = model.engine().block_shape(state.param);
-        if state.shape != block_shape {
-            return Err(wrong_shape(model, &state, &block_shape));
+    let (mut scalars, mut paths, mut own) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let in_memory = optimizer.record_bytes().map_err(error)?;
+    for bytes in std::iter::once(Ok(in_memory)).chain(optimizer.away_records(model.engine())) {
+        let reader = Reader::from_bytes(bytes?).map_err(error)?;
+        scalars.extend(reader.scalars().clone());
+        paths.extend(reader.metadata().clone());
+        for tensor in reader.into_tensors().map_err(error)? {
+            let state = StateTensor::of(tensor, model)?;
+            let block_shape = model.engine().block_shape(state.param);
+            if state.shape != block_shape {
+                return Err(wrong_shape(model, &state, &block_shape));
+            }
+            own.insert(state.name.clone(), state);
         }
-        own.insert(state.name.clone(), state);
     }
     // A rank without elements has stepped them even where there was no gradient. Rank 0 has some, if anyone has.
     let tag = |what: &str| OpTag::new(model.engine().progress().0, Phase::Checkpoint, what);

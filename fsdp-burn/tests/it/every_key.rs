@@ -1,8 +1,11 @@
 //! Every key of the configuration does something: one case for each, which shows what.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use fsdp_burn::{Config, Error, OpKind, StepOutcome, launch};
+use fsdp_burn::{Config, Error, OpKind, OptimizerKind, StepOutcome, launch};
 use fsdp_core::config_keys;
 
 use crate::common::models::{Gpt, Mlp, Normed, Trial};
@@ -48,7 +51,24 @@ const CASES: &[Case] = &[
     case("training.non_finite", "", ["", "training.non_finite = \"propagate\""], overflow),
     case("training.buffers", "world_size = 2", ["", "training.buffers = \"rank 0\""], statistics),
     case("training.buffers", "world_size = 2", ["", "training.buffers = \"local\""], statistics),
+    case("offload.optimizer", ON_DISK, ["", "offload.optimizer = \"nvme\""], moved_bytes),
+    case("offload.gradients", ON_DISK, ["", "offload.gradients = \"nvme\""], moved_bytes),
+    case("offload.parameters", ON_DISK, ["", "offload.parameters = \"nvme\""], moved_bytes),
+    case(
+        "offload.nvme_path",
+        "world_size = 2\noffload.optimizer = \"nvme\"",
+        ["offload.nvme_path = \"one\"", "offload.nvme_path = \"other\""],
+        files,
+    ),
+    case("offload.nvme_buffer_bytes", OPTIMIZER_ON_DISK, ["", "offload.nvme_buffer_bytes = 2_097_152"], for_the_disk),
+    // Of 16 MiB, as many whole blocks as fit.
+    case("offload.nvme_block_bytes", OPTIMIZER_ON_DISK, ["", "offload.nvme_block_bytes = 3_145_728"], for_the_disk),
+    case("offload.nvme_checksums", PARAMETERS_ON_DISK, ["", "offload.nvme_checksums = false"], damage),
 ];
+
+const ON_DISK: &str = "world_size = 2\noffload.nvme_path = \"moved\"";
+const OPTIMIZER_ON_DISK: &str = "world_size = 2\noffload.nvme_path = \"sizes\"\noffload.optimizer = \"nvme\"";
+const PARAMETERS_ON_DISK: &str = "world_size = 2\noffload.nvme_path = \"damage\"\noffload.parameters = \"nvme\"";
 
 const TWO_BATCHES: &str = "world_size = 2\ntraining.gradient_accumulation = 2";
 const CLIPPED: &str = "training.gradient_clip_norm = 0.01";
@@ -223,4 +243,61 @@ fn statistics(config: &Config) -> String {
         let of_last_rank = plain_weights(&model.valid()).into_iter().filter(|(path, _)| path.contains("running_"));
         Ok((!rank.is_main()).then(|| of_last_rank.collect::<Vec<_>>()))
     })
+}
+
+/// The configuration with its directory in one of this process's own.
+fn in_scratch(config: &Config) -> (Config, PathBuf) {
+    let scratch = std::env::temp_dir().join(format!("fsdp-burn-every-key-{}", std::process::id()));
+    let mut config = config.clone();
+    let path = config.offload.nvme_path.take().unwrap_or_default();
+    config.offload.nvme_path = Some(scratch.join(path).to_str().unwrap().to_owned());
+    (config, scratch)
+}
+
+/// What a step moves to and from the disk.
+fn moved_bytes(config: &Config) -> String {
+    on_ranks(&in_scratch(config).0, |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+        for step in 0..2 {
+            let gradients = model.backward(model.loss(step, share(&rank), &rank.device()))?;
+            optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+        }
+        model.synchronize()?;
+        Ok(rank.tier_stats().map(|stats| (stats.read_bytes, stats.written_bytes)))
+    })
+}
+
+/// Which files a run has on the disk.
+fn files(config: &Config) -> String {
+    let (config, scratch) = in_scratch(config);
+    on_ranks(&config, move |rank| {
+        rank.barrier()?;
+        let held = ["one", "other"].map(|dir| scratch.join(dir).join(format!("rank-{}.tier", rank.rank())).exists());
+        rank.barrier()?;
+        Ok(held)
+    })
+}
+
+/// Memory for what passes to and from the disk.
+fn for_the_disk(config: &Config) -> String {
+    on_ranks(&in_scratch(config).0, |rank| {
+        Ok(start::<Mlp>(&rank)?.memory_estimate(OptimizerKind::Adam, None).tier_bytes)
+    })
+}
+
+/// Whether a bit that changes on the disk is noticed.
+fn damage(config: &Config) -> String {
+    let (config, scratch) = in_scratch(config);
+    let read = launch(&config, move |rank| {
+        let model = start::<Mlp>(&rank)?;
+        let file = scratch.join("damage").join(format!("rank-{}.tier", rank.rank()));
+        let file = File::options().read(true).write(true).open(file).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 0).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], 0).unwrap();
+        file.sync_all().unwrap();
+        weights(&model).map(drop)
+    });
+    format!("read: {}", read.is_ok())
 }

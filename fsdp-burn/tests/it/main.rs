@@ -16,6 +16,7 @@ mod kill;
 mod learner;
 mod lora;
 mod numbers;
+mod offload;
 mod optimizers;
 mod pace;
 mod parity;

@@ -152,6 +152,18 @@ pub enum ConfigError {
         /// Why they exclude each other.
         why: &'static str,
     },
+    /// A setting that means nothing without another one.
+    #[error("{at}: `{key}` {needs}; {remedy}")]
+    Needs {
+        /// Where.
+        at: Location,
+        /// The full path of the key.
+        key: String,
+        /// What it needs, and why.
+        needs: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// Sizes that make no mesh.
     #[error("{at}: {source}")]
     InvalidMesh {

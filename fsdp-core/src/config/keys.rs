@@ -1,6 +1,7 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
 use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+use super::offload::TierShares;
 use super::{Config, print};
 use crate::{Dtype, LossScale, Mesh, Stage};
 
@@ -35,6 +36,12 @@ pub(super) enum Kind {
     NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
     Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// Yes or no.
+    Flag { get: fn(&Config) -> bool, set: fn(&mut Config, bool) },
+    /// A path, or nothing.
+    OptionalPath { get: fn(&Config) -> Option<&str>, set: fn(&mut Config, Option<String>) },
+    /// A tier, or a table of shares.
+    Tiers { get: fn(&Config) -> TierShares, set: fn(&mut Config, TierShares) },
     /// A table of axes, or nothing.
     OptionalMesh { get: fn(&Config) -> Option<&Mesh>, set: fn(&mut Config, Option<Mesh>) },
 }
@@ -58,6 +65,12 @@ impl ConfigKey {
             }
             Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
+            Kind::Flag { .. } => "true or false".to_owned(),
+            Kind::OptionalPath { .. } => "a path; leave the key out for none".to_owned(),
+            Kind::Tiers { .. } => {
+                "\"device\", \"cpu\", \"nvme\", or shares from 0 to 1 that add up to at most 1, such as { nvme = 0.8 }"
+                    .to_owned()
+            }
             Kind::OptionalMesh { .. } => "a table of axes, such as { replicate = 2, shard = 4 }".to_owned(),
         }
     }
@@ -323,6 +336,83 @@ static KEYS: &[ConfigKey] = &[
             set: |config, index| config.training.buffers = Buffers::ALL[index],
         },
     },
+    ConfigKey {
+        table: "offload",
+        name: "optimizer",
+        meaning: "Where optimizer state lies between steps: \"device\", \"cpu\" (host memory; on the CPU backend the same place), \
+                  \"nvme\" (a file on a disk), or a share of it, such as { nvme = 0.8 }, in whole parameters.",
+        cost: "On NVMe each step reads and writes it once, unit by unit beside the update; three units of it are in memory.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.optimizer,
+            set: |config, placement| config.offload.optimizer = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "gradients",
+        meaning: "Where reduced gradients wait for the step, in the same words.",
+        cost: "On NVMe each is written once and read once, and once more where a norm over all of them is asked for \
+               (clipping, `non_finite`) or micro-batches add up.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.gradients,
+            set: |config, placement| config.offload.gradients = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "parameters",
+        meaning: "Where this rank's blocks of the parameters lie between their gathers, in the same words; at stage 3 only.",
+        cost: "On NVMe each gather reads the blocks from the disk, one unit ahead, and each step reads and writes them once.",
+        kind: Kind::Tiers {
+            get: |config| config.offload.parameters,
+            set: |config, placement| config.offload.parameters = placement,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_path",
+        meaning: "A directory of the run's own on a local disk: one file per rank, removed at the end. A second run in it is \
+                  refused.",
+        cost: "As many bytes as are placed there.",
+        kind: Kind::OptionalPath {
+            get: |config| config.offload.nvme_path.as_deref(),
+            set: |config, path| config.offload.nvme_path = path,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_buffer_bytes",
+        meaning: "Memory of each rank for blocks on their way to and from the disk; at least two blocks.",
+        cost: "As many bytes. Fewer than eight blocks leave a fast disk idle.",
+        kind: Kind::Integer {
+            min: 2 * 4096,
+            max: None,
+            get: |config| config.offload.nvme_buffer_bytes,
+            set: |config, bytes| config.offload.nvme_buffer_bytes = bytes,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_block_bytes",
+        meaning: "Bytes that move to or from the disk at a time, a multiple of 4096.",
+        cost: "Small blocks cost processor time, large ones leave less to do side by side.",
+        kind: Kind::Integer {
+            min: 4096,
+            max: Some(1 << 30),
+            get: |config| config.offload.nvme_block_bytes,
+            set: |config, bytes| config.offload.nvme_block_bytes = bytes,
+        },
+    },
+    ConfigKey {
+        table: "offload",
+        name: "nvme_checksums",
+        meaning: "Whether what is read from the disk is compared with a checksum of what was written.",
+        cost: "About 0.1 s of a processor for each GB, in each direction.",
+        kind: Kind::Flag {
+            get: |config| config.offload.nvme_checksums,
+            set: |config, checks| config.offload.nvme_checksums = checks,
+        },
+    },
 ];
 
 #[cfg(test)]
@@ -330,14 +420,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_of_a_table_stand_together_and_names_are_unique() {
+    fn keys_of_a_table_stand_together_and_paths_are_unique() {
         let mut tables: Vec<_> = KEYS.iter().map(|key| key.table).collect();
         tables.dedup();
-        assert_eq!(tables, ["", "prefetch", "precision", "training"]);
-        let mut names: Vec<_> = KEYS.iter().map(|key| key.name).collect();
-        names.sort_unstable();
-        names.dedup();
-        assert_eq!(names.len(), KEYS.len(), "a misplaced key is found by its name alone");
+        assert_eq!(tables, ["", "prefetch", "precision", "training", "offload"]);
+        let mut paths: Vec<_> = KEYS.iter().map(ConfigKey::path).collect();
+        paths.sort_unstable();
+        paths.dedup();
+        assert_eq!(paths.len(), KEYS.len());
     }
 
     #[test]
@@ -355,7 +445,8 @@ mod tests {
                 "prefetch.max_bytes",
                 "precision.loss_scale",
                 "training.gradient_clip_norm",
-                "training.gradient_clip_value"
+                "training.gradient_clip_value",
+                "offload.nvme_path"
             ]
         );
     }

@@ -8,6 +8,7 @@ mod deepspeed;
 mod error;
 mod keys;
 mod nearest;
+mod offload;
 mod print;
 mod read;
 mod tree;
@@ -19,6 +20,7 @@ pub use choice::{Accumulate, Buffers, GradientReduction, NonFinite};
 pub use deepspeed::{Fate, Translated, TranslatedItem};
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
+pub use offload::{OffloadConfig, TierShares};
 
 use crate::{Dtype, LossScale, Mesh, Stage};
 
@@ -62,6 +64,8 @@ pub struct Config {
     pub precision: PrecisionConfig,
     /// What happens to gradients.
     pub training: TrainingConfig,
+    /// What lies below the device's memory.
+    pub offload: OffloadConfig,
 }
 
 /// How far ahead of the unit that computes others are gathered. Each costs the largest unit's full size in memory.
@@ -124,6 +128,7 @@ impl Default for Config {
             prefetch: PrefetchConfig::default(),
             precision: PrecisionConfig::default(),
             training: TrainingConfig::default(),
+            offload: OffloadConfig::default(),
         }
     }
 }
@@ -284,6 +289,13 @@ mod tests {
             gradient_norm_order = "inf"
             non_finite = "skip"
             buffers = "rank 0"
+            [offload]
+            optimizer = { nvme = 0.75, cpu = 0.25 }
+            gradients = "cpu"
+            nvme_path = "/nvme/run \"1\""
+            nvme_buffer_bytes = 8192
+            nvme_block_bytes = 4096
+            nvme_checksums = false
         "#;
         let json = r#"{
             "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
@@ -291,7 +303,9 @@ mod tests {
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
                          "gradient_clip_norm": 1, "gradient_norm_order": "inf", "non_finite": "skip",
-                         "buffers": "rank 0"}
+                         "buffers": "rank 0"},
+            "offload": {"optimizer": {"nvme": 0.75, "cpu": 0.25}, "gradients": "cpu", "nvme_path": "/nvme/run \"1\"",
+                        "nvme_buffer_bytes": 8192, "nvme_block_bytes": 4096, "nvme_checksums": false}
         }"#;
         let expected = Config {
             stage: Stage::OptimizerState,
@@ -316,6 +330,15 @@ mod tests {
                 gradient_clip_value: None,
                 non_finite: NonFinite::Skip,
                 buffers: Buffers::Rank0,
+            },
+            offload: OffloadConfig {
+                optimizer: TierShares { cpu: 0.25, nvme: 0.75 },
+                gradients: TierShares::CPU,
+                parameters: TierShares::DEVICE,
+                nvme_path: Some("/nvme/run \"1\"".to_owned()),
+                nvme_buffer_bytes: 8192,
+                nvme_block_bytes: 4096,
+                nvme_checksums: false,
             },
         };
         assert_eq!(Config::from_toml(toml, "t").unwrap(), expected);
@@ -365,6 +388,36 @@ mod tests {
     }
 
     prop_compose! {
+        fn any_placement()(kind in 0..5u8, share in 0.0..=1.0f64, part in 0.0..=1.0f64) -> TierShares {
+            match kind {
+                0 => TierShares::DEVICE,
+                1 => TierShares::CPU,
+                2 => TierShares::NVME,
+                3 => TierShares { cpu: 0.0, nvme: share },
+                _ => TierShares { cpu: share * part, nvme: share * (1.0 - part) },
+            }
+        }
+    }
+
+    prop_compose! {
+        fn any_offload()(
+            (optimizer, gradients, parameters) in (any_placement(), any_placement(), any_placement()),
+            nvme_path in "/[ -~é]{0,20}",
+            (num_blocks, num_pages, nvme_checksums) in (2..100usize, 1..100usize, any::<bool>()),
+        ) -> OffloadConfig {
+            OffloadConfig {
+                optimizer,
+                gradients,
+                parameters,
+                nvme_path: Some(nvme_path),
+                nvme_buffer_bytes: num_blocks * num_pages * 4096,
+                nvme_block_bytes: num_pages * 4096,
+                nvme_checksums,
+            }
+        }
+    }
+
+    prop_compose! {
         fn any_config()(
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
@@ -380,7 +433,10 @@ mod tests {
             (accumulate, reduction, non_finite, buffers) in (0..2usize, 0..2usize, 0..3usize, 0..3usize),
             (clipping, most) in (0..3u8, 1e-30..1e30f64),
             gradient_norm_order in prop_oneof![Just(f64::INFINITY), 1.0..20.0f64],
+            offload in any_offload(),
         ) -> Config {
+            // Whole parameters are not offloaded.
+            let blocks = if stage == 3 { offload.parameters } else { TierShares::DEVICE };
             let mesh = match mesh {
                 0 => None,
                 1 => Some(vec![(Axis::Replicate, replicate), (Axis::Shard, shard)]),
@@ -411,6 +467,7 @@ mod tests {
                     non_finite: NonFinite::ALL[non_finite],
                     buffers: Buffers::ALL[buffers],
                 },
+                offload: OffloadConfig { parameters: blocks, ..offload },
             }
         }
     }

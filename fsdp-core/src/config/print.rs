@@ -56,6 +56,15 @@ pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
             order => Some(format!("{order:?}")),
         },
         Kind::Choice { names, get, .. } => names.get(get(config)).map(|name| format!("\"{name}\"")),
+        Kind::Flag { get, .. } => Some(get(config).to_string()),
+        Kind::OptionalPath { get, .. } => get(config).map(|path| toml::Value::from(path).to_string()),
+        Kind::Tiers { get, .. } => {
+            let placement = get(config);
+            let shares =
+                [("cpu", placement.cpu), ("nvme", placement.nvme)].into_iter().filter(|(_, share)| *share != 0.0);
+            let shares: Vec<_> = shares.map(|(tier, share)| format!("{tier} = {share:?}")).collect();
+            Some(placement.name().map_or_else(|| format!("{{ {} }}", shares.join(", ")), |name| format!("\"{name}\"")))
+        }
         Kind::OptionalMesh { get, .. } => get(config).map(ToString::to_string),
     }
 }
@@ -99,6 +108,14 @@ gradient_norm_order = 2.0
 # gradient_clip_value is not set
 non_finite = "error"
 buffers = "sync"
+[offload]
+optimizer = "device"
+gradients = "device"
+parameters = "device"
+# nvme_path is not set
+nvme_buffer_bytes = 16777216
+nvme_block_bytes = 1048576
+nvme_checksums = true
 "#
         );
         assert!(printed.starts_with("# How much is sharded: 0 nothing (DDP)"), "{printed}");

@@ -4,6 +4,7 @@ use super::Config;
 use super::error::{ConfigError, Location, Place};
 use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
+use super::offload::TierShares;
 use super::tree::{Entry, Value};
 use crate::{Axis, LossScale, Mesh};
 
@@ -13,6 +14,7 @@ pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigEr
     reader.table("", entries)?;
     check_mesh(&reader.config, reader.at(reader.mesh_place))?;
     check_clipping(&reader.config, reader.at(None))?;
+    check_offload(&reader.config, reader.at(None))?;
     Ok(reader.config)
 }
 
@@ -21,7 +23,37 @@ pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
     let at = || Location { origin: "Config".to_owned(), place: None };
     config_keys().iter().try_for_each(|key| check_range(key, config, at))?;
     check_mesh(config, at())?;
-    check_clipping(config, at())
+    check_clipping(config, at())?;
+    check_offload(config, at())
+}
+
+fn check_offload(config: &Config, at: Location) -> Result<(), ConfigError> {
+    let offload = &config.offload;
+    let needs =
+        |key: &str, needs: String, remedy| ConfigError::Needs { at, key: format!("offload.{key}"), needs, remedy };
+    if let (Some(key), None) = (offload.nvme_key(), &offload.nvme_path) {
+        let why = "places state on NVMe, which needs a directory on a disk".to_owned();
+        return Err(needs(key, why, "set `nvme_path` under [offload]"));
+    }
+    if offload.parameters != TierShares::DEVICE && !config.stage.shards_parameters() {
+        let stage = config.stage.number();
+        let why =
+            format!("offloads blocks of parameters, which stage {stage} does not have: every rank uses them whole");
+        return Err(needs("parameters", why, "set `stage = 3`, or leave the key out"));
+    }
+    let (block_bytes, buffer_bytes) = (offload.nvme_block_bytes, offload.nvme_buffer_bytes);
+    if !block_bytes.is_multiple_of(4096) {
+        let why = format!("is {block_bytes}, and a disk moves pages of 4096 bytes");
+        return Err(needs("nvme_block_bytes", why, "set it to a multiple of 4096"));
+    }
+    if buffer_bytes < 2 * block_bytes {
+        let least = 2 * block_bytes;
+        let why = format!(
+            "is {buffer_bytes}, but reading one block of {block_bytes} bytes while another is written takes {least}"
+        );
+        return Err(needs("nvme_buffer_bytes", why, "set it to at least that, or make `nvme_block_bytes` smaller"));
+    }
+    Ok(())
 }
 
 fn check_clipping(config: &Config, at: Location) -> Result<(), ConfigError> {
@@ -52,10 +84,18 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
             Some(LossScale::Fixed(scale)) => (scale.is_finite() && scale > 0.0, format!("{scale:?}")),
             Some(LossScale::Dynamic) | None => return Ok(()),
         },
+        Kind::OptionalPath { get, .. } => match get(config) {
+            Some(path) => (!path.is_empty(), format!("{path:?}")),
+            None => return Ok(()),
+        },
+        Kind::Tiers { get, .. } => {
+            let TierShares { cpu, nvme } = get(config);
+            (get(config).is_valid(), format!("{{ cpu = {cpu:?}, nvme = {nvme:?} }}"))
+        }
         // An element type that no precision can be set to is beyond the names.
         Kind::Choice { names, get, .. } => (get(config) < names.len(), "another type".to_owned()),
-        // A mesh is valid since it was made.
-        Kind::OptionalMesh { .. } => return Ok(()),
+        // These are valid since they were made.
+        Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
     };
     if valid { Ok(()) } else { Err(out_of_range(at(), key.path(), key.allowed(), got)) }
 }
@@ -151,6 +191,20 @@ impl Reader<'_> {
                     });
                 }
             },
+            (Kind::Flag { set, .. }, Value::Bool(flag)) => set(&mut self.config, flag),
+            (Kind::OptionalPath { set, .. }, Value::Text(path)) => set(&mut self.config, Some(path)),
+            (Kind::Tiers { set, .. }, Value::Text(name)) => match TierShares::named(&name) {
+                Some(placement) => set(&mut self.config, placement),
+                None => {
+                    let (at, allowed) = (self.at(place), TierShares::NAMES);
+                    let nearest = nearest(&name, allowed.iter().copied());
+                    return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
+                }
+            },
+            (Kind::Tiers { set, .. }, Value::Table(entries)) => {
+                let placement = self.shares(&path, entries)?;
+                set(&mut self.config, placement);
+            }
             (Kind::OptionalMesh { set, .. }, Value::Table(entries)) => {
                 let mesh = self.mesh(entries, place)?;
                 set(&mut self.config, Some(mesh));
@@ -188,10 +242,35 @@ impl Reader<'_> {
         Mesh::new(axes).map_err(|source| ConfigError::InvalidMesh { at: self.at(place), source })
     }
 
+    /// Shares by tier.
+    fn shares(&self, key: &str, entries: Vec<Entry>) -> Result<TierShares, ConfigError> {
+        let mut placement = TierShares::DEVICE;
+        for entry in entries {
+            let path = format!("{key}.{}", entry.key);
+            let share = match entry.key.as_str() {
+                "cpu" => &mut placement.cpu,
+                "nvme" => &mut placement.nvme,
+                _ => {
+                    let (at, known) = (self.at(entry.key_place), vec!["cpu", "nvme"]);
+                    let nearest = nearest(&entry.key, known.iter().copied());
+                    return Err(ConfigError::UnknownKey { at, key: path, nearest, nearest_table: None, known });
+                }
+            };
+            *share = match entry.value {
+                Value::Number(number) => number,
+                Value::Integer(integer) => integer as f64,
+                other => return Err(self.wrong_type(path, "a share from 0 to 1".into(), &other, entry.value_place)),
+            };
+        }
+        Ok(placement)
+    }
+
     /// The error for a key that is in no table, or in another.
     fn no_such_key(&self, table: &str, entry: Entry) -> ConfigError {
         let at = self.at(entry.key_place);
-        if let Some(key) = config_keys().iter().find(|key| key.name == entry.key) {
+        // A name that is in several tables is only suggested.
+        let mut named = config_keys().iter().filter(|key| key.name == entry.key);
+        if let (Some(key), None) = (named.next(), named.next()) {
             return ConfigError::MisplacedKey { at, key: entry.key, table: key.table };
         }
         let known = names_in(table);
@@ -249,9 +328,9 @@ mod tests {
             "run.toml:1:10: unknown key `prefetch.lookahead`; keys here are `forward`, `backward`, `max_bytes`"
         );
         assert_eq!(
-            refusal("[optimizer]\nlr = 1"),
-            "run.toml:1:2: unknown key `optimizer`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
-             `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`"
+            refusal("[schedule]\nlr = 1"),
+            "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
+             `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(
@@ -334,6 +413,57 @@ mod tests {
             "run.toml: `training.gradient_clip_norm` and `training.gradient_clip_value` are both set, but gradients are \
              clipped in one way; leave one of them out"
         );
+    }
+
+    #[test]
+    fn tiers_that_mean_nothing_are_refused() {
+        for (toml, text) in [
+            (
+                "offload.optimizer = \"nvne\"",
+                "run.toml:1:21: `offload.optimizer` is \"nvne\", which does not exist; did you mean \"nvme\"?",
+            ),
+            (
+                "offload.optimizer = { nmve = 1 }",
+                "run.toml:1:23: unknown key `offload.optimizer.nmve`; did you mean `nvme`?",
+            ),
+            (
+                "offload.optimizer = { nvme = \"all\" }",
+                "run.toml:1:30: `offload.optimizer.nvme` is the string \"all\"; it must be a share from 0 to 1",
+            ),
+            (
+                "offload.optimizer = { nvme = 0.8, cpu = 0.3 }",
+                "run.toml:1:21: `offload.optimizer` is { cpu = 0.3, nvme = 0.8 }; it must be \"device\", \"cpu\", \"nvme\", or \
+                 shares from 0 to 1 that add up to at most 1, such as { nvme = 0.8 }",
+            ),
+            (
+                "offload.gradients = { nvme = 0.5 }",
+                "run.toml: `offload.gradients` places state on NVMe, which needs a directory on a disk; set `nvme_path` \
+                 under [offload]",
+            ),
+            (
+                "stage = 2\noffload.parameters = \"cpu\"",
+                "run.toml: `offload.parameters` offloads blocks of parameters, which stage 2 does not have: every rank uses \
+                 them whole; set `stage = 3`, or leave the key out",
+            ),
+            (
+                "offload.nvme_block_bytes = 5000",
+                "run.toml: `offload.nvme_block_bytes` is 5000, and a disk moves pages of 4096 bytes; set it to a multiple of \
+                 4096",
+            ),
+            (
+                "offload.nvme_buffer_bytes = 1_500_000",
+                "run.toml: `offload.nvme_buffer_bytes` is 1500000, but reading one block of 1048576 bytes while another is \
+                 written takes 2097152; set it to at least that, or make `nvme_block_bytes` smaller",
+            ),
+            (
+                "offload.nvme_path = \"\"",
+                "run.toml:1:21: `offload.nvme_path` is \"\"; it must be a path; leave the key out for none",
+            ),
+        ] {
+            assert_eq!(refusal(toml), text);
+        }
+        let shares = Config::from_toml("offload = { optimizer = { nvme = 1 }, nvme_path = \"d\" }", "t").unwrap();
+        assert_eq!(shares.offload.optimizer, TierShares::NVME);
     }
 
     #[test]

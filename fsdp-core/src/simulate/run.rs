@@ -280,6 +280,12 @@ impl Run<'_> {
             Action::Step(unit) => self.compute(SpanKind::Step, unit, units[unit].step_s),
             // Memory comes back at once; `Program::peak_gathered_bytes` counts it.
             Action::Free(_) => {}
+            // The schedule of a simulation is told of no tiers.
+            Action::FetchBlocks(_)
+            | Action::FetchState(_)
+            | Action::WriteBack(_)
+            | Action::WaitWriteBack(_)
+            | Action::WriteGradients(_) => {}
         }
     }
 

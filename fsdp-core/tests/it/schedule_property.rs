@@ -75,6 +75,7 @@ impl Checker {
                     assert!(self.publishing.iter().filter(|&&under_way| under_way).count() <= 2);
                 }
                 WaitPublish(unit) => assert!(std::mem::take(&mut self.publishing[unit])),
+                other => panic!("nothing lies in a tier, but: {other:?}"),
             }
         }
     }

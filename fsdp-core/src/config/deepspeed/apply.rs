@@ -14,7 +14,7 @@ pub(super) struct Batch {
     accumulation: Option<usize>,
 }
 
-const NO_OFFLOAD: &str = "there is no offload: shards stay in the ranks' own memory";
+const NO_OFFLOAD: &str = "offload is not translated: say it under [offload] in the configuration";
 
 fn set(told: impl Into<String>) -> Result<Told, ConfigError> {
     Ok((Fate::Set, told.into()))
@@ -238,7 +238,7 @@ pub(super) fn offload_param(translator: &mut Translator, key: &str, value: &Valu
 
 pub(super) fn nvme_path(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
     text(translator, key, value)?;
-    default_stays("without offload there is nothing to write there")
+    default_stays("offload is not translated, so there is nothing to write there")
 }
 
 fn offload_device<'a>(translator: &Translator, key: &str, value: &'a Value) -> Result<&'a str, ConfigError> {

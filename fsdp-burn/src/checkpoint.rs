@@ -17,13 +17,13 @@ use fsdp_core::checkpoint::{
     BlockData, Checkpoint, CheckpointError, ExpectedTensor, Rejected, SaveOptions, Saved, Snapshot, StoredDtype,
     TensorBlock, TensorEntry, TensorKind, Verify, save,
 };
-use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout, Slot};
+use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
 use crate::engine::Engine;
 use crate::model::reduce_number;
-use crate::offload::{Contents, RecordReader};
+use crate::offload::RecordReader;
 use crate::survey::Entry;
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
@@ -116,6 +116,11 @@ impl<M: Module> ShardedModel<M> {
                 data: BlockData::Ready(roots),
             });
         }
+        if engine.offload().tier().is_some() {
+            let (mut away, away_scalars) = self.agree("save optimizer state", self.away_state(optimizer))?;
+            tensors.append(&mut away);
+            scalars.extend(away_scalars);
+        }
         let snapshot = Snapshot {
             step,
             mesh: self.plan().mesh().clone(),
@@ -126,9 +131,7 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        let away = optimizer.away(engine).filter_map(|away| Some((away.stored()?, away.contents.clone()))).collect();
-        let (engine, entries) = (engine.clone(), self.planned_entries());
-        Ok(Noted { snapshot, record: optimizer.record(), away, engine, entries })
+        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
     /// A block that is here, or how to read one that lies on the disk when its turn has come.
@@ -138,6 +141,31 @@ impl<M: Module> ShardedModel<M> {
             return Ok(BlockData::Lazy(Box::new(move || Ok(engine.block(param)?))));
         }
         Ok(BlockData::Ready(engine.block(param)?))
+    }
+
+    /// Optimizer state that lies on the disk: how to read its tensors, by the paths of their parameters, and its scalars.
+    fn away_state(
+        &self,
+        optimizer: &ShardedOptimizer,
+    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
+        let (mut tensors, mut scalars) = (Vec::new(), BTreeMap::new());
+        let Some(tier) = self.engine().offload().tier() else { return Ok((tensors, scalars)) };
+        let (engine, entries) = (self.engine(), self.planned_entries());
+        let records = RecordReader::new(tier.clone());
+        for away in optimizer.away(engine) {
+            let Some(slot) = away.stored() else { continue };
+            for (name, scalar) in &away.contents.scalars {
+                if let Some((_, name)) = saved_name(engine, &entries, name) {
+                    scalars.insert(name, scalar_to_json(*scalar));
+                }
+            }
+            for (id_and_field, dtype, shape) in &away.contents.tensors {
+                let (records, name) = (records.clone(), id_and_field.clone());
+                let read = BlockData::Lazy(Box::new(move || Ok(records.tensor(slot, &name)?)));
+                tensors.extend(state_block(engine, &entries, id_and_field, *dtype, shape, read)?);
+            }
+        }
+        Ok((tensors, scalars))
     }
 
     /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
@@ -395,8 +423,6 @@ const GOOD_STEPS: &str = "loss_scale.good_steps";
 pub(crate) struct Noted {
     snapshot: Snapshot<'static>,
     record: OptimizerRecord,
-    /// State that lies on the disk: where, and what it consists of.
-    away: Vec<(Slot, Contents)>,
     engine: Arc<Engine>,
     entries: Arc<[Entry]>,
 }
@@ -412,65 +438,65 @@ impl Noted {
     /// # Errors
     /// If the state does not have the shape of its parameters.
     pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
-        let Self { mut snapshot, record, away, engine, entries } = self;
+        let Self { mut snapshot, record, engine, entries } = self;
         let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let plan = engine.plan();
-        let named = |name: &str| {
-            let (id, field) = name.split_once('.')?;
-            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
-            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
-            let spec = &plan.params()[param];
-            let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
-            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
-        };
-        let mut add_scalars = |scalars: &BTreeMap<String, Scalar>| {
-            for (name, scalar) in scalars {
-                if let Some((_, name)) = named(name) {
-                    snapshot.scalars.insert(name, scalar_to_json(*scalar));
-                }
+        for (name, scalar) in reader.scalars() {
+            if let Some((_, name)) = saved_name(&engine, &entries, name) {
+                snapshot.scalars.insert(name, scalar_to_json(*scalar));
             }
-        };
-        let mut add = |id_and_field: &str, dtype, shape: &[usize], data| {
-            let Some((param, name)) = named(id_and_field) else { return Ok(()) };
-            let spec = &plan.params()[param];
-            let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
-            let (Some(dtype), true) = (dtype, shape == block_shape) else {
-                return Err(Error::Parameter {
-                    parameter: spec.path.clone(),
-                    problem: format!(
-                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
-                    ),
-                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
-                });
-            };
-            snapshot.tensors.push(TensorBlock {
-                name,
-                aliases: Vec::new(),
-                kind: TensorKind::Optimizer,
-                dtype: dtype.into(),
-                layout: stepped_layout(spec),
-                data,
-            });
-            Ok(())
-        };
-        add_scalars(reader.scalars());
+        }
         for tensor in reader.into_tensors().map_err(record_error)? {
             let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            add(&id_and_field, dtype, &shape.to_vec(), BlockData::Ready(host::shared(bytes)))?;
-        }
-        if let Some(tier) = engine.offload().tier() {
-            let records = RecordReader::new(tier.clone());
-            for (slot, contents) in away {
-                add_scalars(&contents.scalars);
-                for (id_and_field, dtype, shape) in contents.tensors {
-                    let (records, name) = (records.clone(), id_and_field.clone());
-                    let read = BlockData::Lazy(Box::new(move || Ok(records.tensor(slot, &name)?)));
-                    add(&id_and_field, dtype, &shape, read)?;
-                }
-            }
+            let data = BlockData::Ready(host::shared(bytes));
+            snapshot.tensors.extend(state_block(&engine, &entries, &id_and_field, dtype, &shape.to_vec(), data)?);
         }
         Ok(snapshot)
     }
+
+    /// Reads what lies on the disk, so that a later step may write over it. Memory: all of it.
+    pub(crate) fn at_once(mut self) -> Result<Self, Error> {
+        for tensor in &mut self.snapshot.tensors {
+            let data = std::mem::replace(&mut tensor.data, BlockData::Ready(Bytes::new()));
+            tensor.data = BlockData::Ready(match data {
+                BlockData::Ready(bytes) => bytes,
+                BlockData::Lazy(read) => read().map_err(Error::Program)?,
+            });
+        }
+        Ok(self)
+    }
+}
+
+/// What the state `id.field` of a parameter is called in a checkpoint, with the parameter. `None` where this rank's is not saved.
+fn saved_name(engine: &Engine, entries: &[Entry], name: &str) -> Option<(usize, String)> {
+    let (id, field) = name.split_once('.')?;
+    let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
+    // A rank without elements has stepped them even where there was no gradient; who has some knows better.
+    let spec = &engine.plan().params()[param];
+    let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
+    (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
+}
+
+/// One tensor of optimizer state, as a checkpoint has it.
+fn state_block(
+    engine: &Engine,
+    entries: &[Entry],
+    id_and_field: &str,
+    dtype: burn::tensor::DType,
+    shape: &[usize],
+    data: BlockData<'static>,
+) -> Result<Option<TensorBlock<'static>>, Error> {
+    let Some((param, name)) = saved_name(engine, entries, id_and_field) else { return Ok(None) };
+    let spec = &engine.plan().params()[param];
+    let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
+    let (Some(dtype), true) = (dtype, shape == block_shape) else {
+        return Err(Error::Parameter {
+            parameter: spec.path.clone(),
+            problem: format!("its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"),
+            remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
+        });
+    };
+    let (kind, layout) = (TensorKind::Optimizer, stepped_layout(spec));
+    Ok(Some(TensorBlock { name, aliases: Vec::new(), kind, dtype: dtype.into(), layout, data }))
 }
 
 /// All that a rank needs of a checkpoint.

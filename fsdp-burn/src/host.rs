@@ -19,7 +19,7 @@ pub(crate) fn elements(data: TensorData) -> Bytes {
     shared(data.into_parts().0)
 }
 
-/// Bytes of Burn's, without a copy.
+/// The elements of a tensor of Burn's, or of what it reads.
 pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
     Bytes::from_owner(Storage(Arc::new(bytes)))
 }

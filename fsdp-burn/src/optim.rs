@@ -128,11 +128,6 @@ impl ShardedOptimizer {
         self.inner.into_bytes()
     }
 
-    /// A copy of that state.
-    pub(crate) fn record(&self) -> OptimizerRecord {
-        self.inner.to_record()
-    }
-
     /// Goes on from this state in memory. What is on the disk is forgotten.
     pub(crate) fn load_record(&mut self, engine: &Arc<Engine>, record: OptimizerRecord) {
         self.inner = self.blank.clone().load_record(record);
@@ -170,6 +165,11 @@ impl ShardedOptimizer {
         let tier = engine.offload().tier().cloned();
         let read = move |slot| tier.as_ref().map(|tier| Ok(host::burn_bytes(tier.read(slot).wait()?)));
         slots.into_iter().filter_map(read)
+    }
+
+    /// A copy of the state that is in memory.
+    pub(crate) fn record(&self) -> OptimizerRecord {
+        self.inner.to_record()
     }
 
     /// Whether it has stepped no other model.

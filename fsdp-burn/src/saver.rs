@@ -68,24 +68,25 @@ impl Saver {
     /// Notes the state of model and optimizer, begins to save it as [`ShardedModel::save`] does, and returns. Waits first
     /// for a save that is under way, and returns what that one has saved. *Collective*; not between a backward and its step.
     ///
+    /// State that is offloaded to a disk is read into memory for that, all of it.
+    ///
     /// # Errors
     /// On every rank: what made the earlier save fail, in which case the new one is not begun; or what [`ShardedModel::save`]
-    /// refuses; or that state is offloaded to the disk.
+    /// refuses.
     pub fn save<M: Module>(
         &mut self,
         model: &ShardedModel<M>,
         optimizer: &ShardedOptimizer,
         sections: BTreeMap<String, Value>,
     ) -> Result<Option<Saved>, Error> {
-        if model.engine().offload().tier().is_some() {
-            return Err(Error::Misuse {
-                problem: "state that lies on the disk would change while a save in the background reads it".into(),
-                remedy: "use `model.save`, or keep all state in memory (`offload`)",
-            });
-        }
         // First the wait, so that there are never two copies of the state.
         let earlier = self.inner.finish()?;
         let noted = model.note(optimizer, sections)?;
+        // A later step would write over what is read later.
+        let noted = match model.engine().offload().tier() {
+            Some(_) => model.agree("read offloaded state", noted.at_once())?,
+            None => noted,
+        };
         self.inner.save_with(noted.step(), move || Ok(noted.into_snapshot()?))?;
         Ok(earlier)
     }

@@ -412,38 +412,10 @@ impl Engine {
         (state.backwards, state.items) = (0, None);
     }
 
-    /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
-    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
-        let spec = &self.plan.params()[param];
-        let mut state = self.lock();
-        if let Some(master) = &state.masters[param] {
-            return Ok(master.clone());
-        }
-        let stored = self.take_stored(&mut state, param)?;
-        if spec.is_split() && self.plan.is_resident(spec) {
-            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
-        } else {
-            Ok(stored)
-        }
-    }
-
     /// Shape of the optimizer's view of a parameter.
     pub(crate) fn block_shape(&self, param: usize) -> Vec<usize> {
         let spec = &self.plan.params()[param];
         if spec.is_split() { spec.layout.shard_shape(self.shard_index) } else { spec.layout.shape().to_vec() }
-    }
-
-    /// Gathers one parameter outside of forward and backward, in whole and in the optimizer's type. All ranks of the shard
-    /// axis make the call.
-    pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
-        let spec = &self.plan.params()[param];
-        if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
-            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
-        }
-        let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
-        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
-        let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
-        full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -166,7 +166,8 @@ impl<M: Module> ShardedModel<M> {
         engine.finish_reduces()?;
         engine.abandon_forward()?;
         engine.discard_gradients();
-        stored.into_iter().for_each(|(param, bytes)| engine.set_value(param, bytes));
+        let placed = stored.into_iter().try_for_each(|(param, bytes)| engine.place_stored(param, bytes));
+        self.agree("put weights on the disk", placed)?;
         self.restore(values);
         Ok(loaded)
     }

@@ -84,6 +84,9 @@ pub struct Args {
     /// Checkpoints to keep, the newest; 0 keeps all
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub keep: usize,
+    /// Save while training goes on, in place of waiting for the disk; costs a copy of the state in memory
+    #[arg(long, requires = "checkpoints")]
+    pub save_in_background: bool,
     /// Go on from the newest checkpoint, if there is one
     #[arg(long, requires = "checkpoints")]
     pub resume: bool,

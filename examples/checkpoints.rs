@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fsdp_burn::{CheckpointError, Error, Rank, SaveOptions, ShardedModel, ShardedOptimizer};
+use fsdp_burn::{CheckpointError, Error, Rank, SaveOptions, Saver, ShardedModel, ShardedOptimizer};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -19,6 +19,7 @@ pub struct Checkpoints {
     root: PathBuf,
     every: usize,
     options: SaveOptions,
+    in_background: bool,
     resume: bool,
     quiet: bool,
     /// Set by a signal: the run is to save and stop.
@@ -41,7 +42,16 @@ impl Checkpoints {
                 .map_err(|source| Error::Io { what: "cannot listen for signals".into(), source })?;
         }
         let options = SaveOptions { keep_last: NonZeroUsize::new(args.keep) };
-        Ok(Some(Self { root, every: args.save_every, options, resume: args.resume, quiet: args.quiet, interrupted }))
+        let Args { save_every: every, save_in_background: in_background, resume, quiet, .. } = *args;
+        Ok(Some(Self { root, every, options, in_background, resume, quiet, interrupted }))
+    }
+
+    /// What saves this rank's part in the background, if that was asked for.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub fn saver(&self, rank: &Rank) -> Result<Option<Saver>, Error> {
+        self.in_background.then(|| rank.saver(&self.root, self.options)).transpose()
     }
 
     /// The steps that are done: those of the newest checkpoint, if the run is to go on from one and there is one.
@@ -76,12 +86,13 @@ impl Checkpoints {
     /// same on all ranks.
     ///
     /// # Errors
-    /// If a rank cannot save, or a collective fails.
+    /// If a rank cannot save, or could not in the background; or a collective fails.
     pub fn after_step(
         &self,
         rank: &Rank,
         model: &ShardedModel<Gpt>,
         optimizer: &ShardedOptimizer,
+        saver: Option<&mut Saver>,
         num_steps: usize,
         is_last: bool,
     ) -> Result<bool, Error> {
@@ -92,10 +103,18 @@ impl Checkpoints {
                 ("config".to_owned(), json!(rank.config().to_toml())),
                 ("plan".to_owned(), json!(model.summary())),
             ]);
-            let saved = model.save(&self.root, optimizer, sections, &self.options)?;
-            if stop {
+            let saved = match saver {
+                None => Some(model.save(&self.root, optimizer, sections, &self.options)?),
+                Some(saver) => {
+                    saver.save(model, optimizer, sections)?;
+                    if stop || is_last { saver.finish()? } else { None }
+                }
+            };
+            if let (true, Some(saved)) = (stop, saved) {
                 self.tell(rank, || format!("\nInterrupted after {num_steps} steps; saved {}", saved.dir.display()));
             }
+        } else if let Some(saver) = saver {
+            saver.poll()?;
         }
         Ok(stop)
     }

@@ -36,7 +36,7 @@ pub struct Digit {
 pub struct Digits {
     /// [batch, 1, [`SIDE`], [`SIDE`]]
     pub pictures: Tensor<4>,
-    /// [batch]
+    /// One for each picture.
     pub classes: Tensor<1, Int>,
 }
 

@@ -112,6 +112,10 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         Some(checkpoints) => checkpoints.resume(rank, &mut model, &mut optimizer)?,
         None => 0,
     };
+    let mut saver = match checkpoints {
+        Some(checkpoints) => checkpoints.saver(rank)?,
+        None => None,
+    };
     if first >= args.steps {
         let problem = format!("the checkpoint has {first} steps, and --steps is {}; pass a larger one", args.steps);
         return Err(Error::program(problem));
@@ -148,7 +152,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
             waiting: (model.stats().exposed() + waited_for_losses).as_secs_f64() / elapsed_s,
         });
         if let Some(checkpoints) = checkpoints
-            && checkpoints.after_step(rank, &model, &optimizer, step + 1, step + 1 == args.steps)?
+            && checkpoints.after_step(rank, &model, &optimizer, saver.as_mut(), step + 1, step + 1 == args.steps)?
         {
             break;
         }

@@ -31,6 +31,12 @@ fn the_page_of_configuration_keys_is_current() {
 }
 
 #[test]
+fn the_configuration_of_half_precision_is_accepted() {
+    let config = Config::from_toml(include_str!("half.toml"), "half.toml").unwrap();
+    assert_eq!(config.precision.parameters.name(), "bf16");
+}
+
+#[test]
 fn the_configuration_in_the_readme_is_accepted() {
     let readme = include_str!("../../README.md");
     let (_, fence) = readme.split_once("```toml\n").unwrap();

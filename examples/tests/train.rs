@@ -71,7 +71,7 @@ fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
     for stage in Stage::ALL {
         let trace = folder.join("trace.json");
         let number = format!("--stage={}", stage.number());
-        let more = ["--steps=4", "--ranks=2", &number, "--trace", trace.to_str().unwrap()];
+        let more = ["--trace-steps=4", &number, "--trace", trace.to_str().unwrap()];
         run(&args(&folder.join("a.svg"), &more)).unwrap();
         let recorded = Recorded::read(&trace).unwrap();
         let link = Link { alpha_s: 0.0, beta_s_per_byte: 0.0 };
@@ -79,8 +79,8 @@ fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
         let machine = Machine { network: Network::one_node(link).into(), speed };
         // The sizes of `TINY`.
         let model = Transformer { layers: 2, width: 16, heads: 2, sequence: 16, vocabulary: 260, recompute: false };
-        let job = Job::new(model.shape(), 2, machine);
-        for rank in 0..2 {
+        let job = Job::new(model.shape(), 4, machine);
+        for rank in 0..4 {
             let workload = recorded.workload(&job, stage, rank, 2).unwrap();
             let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
             for stream in TraceStream::ALL {
@@ -275,19 +275,23 @@ fn a_run_goes_on_from_its_newest_checkpoint_with_the_losses_it_would_have_had() 
     let folder = folder("resume");
     let (plot, root) = (folder.join("loss.svg"), folder.join("checkpoints"));
     let more = ["--checkpoints", root.to_str().unwrap(), "--save-every", "10", "--resume", "--keep", "2"];
-    let straight = run(&args(&plot, &more)).unwrap().losses;
-    assert_eq!(straight.len(), 30, "there was nothing to go on from");
-    let steps = || {
-        let entries = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
-        steps.sort();
-        steps
-    };
-    assert_eq!(steps(), ["step-20", "step-30"], "the last two are kept");
-    // As if the run had been killed before it ended.
-    fs::remove_dir_all(root.join("step-30")).unwrap();
-    let resumed = run(&args(&plot, &more)).unwrap().losses;
-    assert_eq!(resumed, straight[20..]);
+    let background = [&more[..], &["--save-in-background"]].concat();
+    for more in [&more[..], &background] {
+        let straight = run(&args(&plot, more)).unwrap().losses;
+        assert_eq!(straight.len(), 30, "there was nothing to go on from");
+        let steps = || {
+            let entries = fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
+            steps.sort();
+            steps
+        };
+        assert_eq!(steps(), ["step-20", "step-30"], "the last two are kept");
+        // As if the run had been killed before it ended.
+        fs::remove_dir_all(root.join("step-30")).unwrap();
+        let resumed = run(&args(&plot, more)).unwrap().losses;
+        assert_eq!(resumed, straight[20..]);
+        fs::remove_dir_all(&root).unwrap();
+    }
     fs::remove_dir_all(&folder).unwrap();
 }
 

@@ -39,7 +39,14 @@ pub(crate) fn read<M: Module>(module: &M, entries: &[Entry]) -> Vec<Buffer> {
 
 /// The module with other buffers, in the order of their entries. Clones that share them see the new ones as well.
 pub(crate) fn write<M: Module>(module: M, entries: &[Entry], buffers: Vec<Buffer>) -> M {
-    module.map(&mut Writer { entries, next: 0, buffers: buffers.into() })
+    let mut buffers = VecDeque::from(buffers);
+    let values = entries.iter().map(|entry| if entry.is_param { None } else { buffers.pop_front() }).collect();
+    put(module, entries, values)
+}
+
+/// The module with other values of what it holds itself: buffers, and parameters that are not managed. By entry.
+pub(crate) fn put<M: Module>(module: M, entries: &[Entry], values: Vec<Option<Buffer>>) -> M {
+    module.map(&mut Writer { entries, next: 0, values })
 }
 
 /// The module with buffers that it shares with no clone of it. Parameters that are not initialised stay so.
@@ -110,15 +117,14 @@ impl ModuleVisitor for Reader<'_> {
 struct Writer<'a> {
     entries: &'a [Entry],
     next: usize,
-    buffers: VecDeque<Buffer>,
+    values: Vec<Option<Buffer>>,
 }
 
 impl ModuleMapper for Writer<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let entry = &self.entries[self.next];
+        let (entry, value) = (&self.entries[self.next], self.values[self.next].take());
         self.next += 1;
-        let buffer = if entry.is_param { None } else { self.buffers.pop_front() };
-        match buffer {
+        match value {
             Some(Buffer { bytes, dtype }) => {
                 replaced(param, |device| host::tensor(bytes, &entry.spec.shape, dtype, device))
             }

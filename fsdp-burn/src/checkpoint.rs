@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::module::Module;
 use burn::optim::OptimizerRecord;
@@ -20,8 +21,10 @@ use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
+use crate::engine::Engine;
 use crate::model::reduce_number;
 use crate::offload::RecordReader;
+use crate::survey::Entry;
 use crate::{Error, RandomState, ShardedModel, ShardedOptimizer, host};
 
 /// What optimizer state is called in a checkpoint, in front of its parameter.
@@ -51,7 +54,8 @@ impl<M: Module> ShardedModel<M> {
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: two copies of this rank's optimizer state. Time: that of the disk.
+    /// Memory: two copies of this rank's optimizer state, and one while it is written. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
+    /// on.
     ///
     /// # Errors
     /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
@@ -63,6 +67,17 @@ impl<M: Module> ShardedModel<M> {
         sections: BTreeMap<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
+        let noted = self.note(optimizer, sections)?;
+        let snapshot = self.agree("save optimizer state", noted.into_snapshot())?;
+        Ok(save(self.engine().links().control.as_ref(), root, snapshot, options)?)
+    }
+
+    /// Notes what [`ShardedModel::save`] saves. *Collective.* No later step changes it: blocks of parameters are replaced by a
+    /// step, and optimizer state is copied.
+    ///
+    /// # Errors
+    /// As [`ShardedModel::save`], the disk aside.
+    pub(crate) fn note(&self, optimizer: &ShardedOptimizer, sections: BTreeMap<String, Value>) -> Result<Noted, Error> {
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {
@@ -83,8 +98,7 @@ impl<M: Module> ShardedModel<M> {
             });
         }
         let control = engine.links().control.clone();
-        let (mut state, mut scalars) = self.agree("save optimizer state", self.optimizer_state(optimizer))?;
-        tensors.append(&mut state);
+        let mut scalars = BTreeMap::new();
         if let Some(scaler) = engine.scaler() {
             scalars.insert(LOSS_SCALE.into(), scalar_to_json(Scalar::Float(scaler.scale())));
             scalars.insert(GOOD_STEPS.into(), scalar_to_json(Scalar::UInt(scaler.good_steps().into())));
@@ -102,6 +116,11 @@ impl<M: Module> ShardedModel<M> {
                 data: BlockData::Ready(roots),
             });
         }
+        if engine.offload().tier().is_some() {
+            let (mut away, away_scalars) = self.agree("save optimizer state", self.away_state(optimizer))?;
+            tensors.append(&mut away);
+            scalars.extend(away_scalars);
+        }
         let snapshot = Snapshot {
             step,
             mesh: self.plan().mesh().clone(),
@@ -112,7 +131,7 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        Ok(save(control.as_ref(), root, snapshot, options)?)
+        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
     /// A block that is here, or how to read one that lies on the disk when its turn has come.
@@ -124,16 +143,53 @@ impl<M: Module> ShardedModel<M> {
         Ok(BlockData::Ready(engine.block(param)?))
     }
 
-    /// The outcome, if all ranks succeeded; else every rank gets an error.
-    fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
+    /// Optimizer state that lies on the disk: how to read its tensors, by the paths of their parameters, and its scalars.
+    fn away_state(
+        &self,
+        optimizer: &ShardedOptimizer,
+    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
+        let (mut tensors, mut scalars) = (Vec::new(), BTreeMap::new());
+        let Some(tier) = self.engine().offload().tier() else { return Ok((tensors, scalars)) };
+        let (engine, entries) = (self.engine(), self.planned_entries());
+        let records = RecordReader::new(tier.clone());
+        for away in optimizer.away(engine) {
+            let Some(slot) = away.stored() else { continue };
+            for (name, scalar) in &away.contents.scalars {
+                if let Some((_, name)) = saved_name(engine, &entries, name) {
+                    scalars.insert(name, scalar_to_json(*scalar));
+                }
+            }
+            for (id_and_field, dtype, shape) in &away.contents.tensors {
+                let (records, name) = (records.clone(), id_and_field.clone());
+                let read = BlockData::Lazy(Box::new(move || Ok(records.tensor(slot, &name)?)));
+                tensors.extend(state_block(engine, &entries, id_and_field, *dtype, shape, read)?);
+            }
+        }
+        Ok((tensors, scalars))
+    }
+
+    /// The outcome, if all ranks succeeded; else every rank gets an error, its own or that of a rank that failed.
+    pub(crate) fn agree<T>(&self, doing: &'static str, outcome: Result<T, Error>) -> Result<T, Error> {
         let tag = OpTag::new(self.engine().progress().0, Phase::Checkpoint, doing);
         let failed = f64::from(u8::from(outcome.is_err()));
-        let num_failed = reduce_number(self.engine().links().control.as_ref(), &tag, failed, Reduce::SUM)?;
-        match outcome {
-            Ok(_) if num_failed > 0.0 => {
-                Err(Error::program(format!("{doing}: {num_failed} other ranks failed; their errors say why")))
+        let control = self.engine().links().control.as_ref();
+        if reduce_number(control, &tag, failed, Reduce::SUM)? == 0.0 {
+            return outcome;
+        }
+        let message = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let mut failure = None;
+        for rank in 0..control.world_size() {
+            let mine = (rank == control.rank()).then(|| Bytes::from(message.clone().into_bytes()));
+            let message = control.broadcast(&tag, rank, mine)?;
+            if !message.is_empty() {
+                failure.get_or_insert_with(|| (rank, String::from_utf8_lossy(&message).into_owned()));
             }
-            outcome => outcome,
+        }
+        match (outcome, failure) {
+            (Ok(_), Some((rank, message))) => {
+                Err(Error::RankFailed { rank, source: Box::new(Error::program(format!("{doing}: {message}"))) })
+            }
+            (outcome, _) => outcome,
         }
     }
 
@@ -170,8 +226,7 @@ impl<M: Module> ShardedModel<M> {
             }
         }
         self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
-        let module = buffers::write(self.module().clone(), self.entries(), read.buffers);
-        self.replace_module(module);
+        self.restore(read.buffers);
         optimizer.load_record(&engine, read.record);
         let restored = self.load_away_states(&checkpoint, optimizer);
         let restored = restored.and_then(|()| self.check_state(optimizer, &read.state_names));
@@ -193,6 +248,14 @@ impl<M: Module> ShardedModel<M> {
         })
     }
 
+    /// Takes over what the engine stores, and by entry these values, of what the model itself holds.
+    pub(crate) fn restore(&mut self, values: Vec<Option<Buffer>>) {
+        // What threads have collected of running statistics would be added later, and win.
+        drop(self.valid());
+        let module = buffers::put(self.module().clone(), self.entries(), values);
+        self.replace_module(module);
+    }
+
     fn read(&self, checkpoint: &Checkpoint) -> Result<Read, Error> {
         let engine = self.engine();
         let mut stored = Vec::new();
@@ -201,11 +264,15 @@ impl<M: Module> ShardedModel<M> {
             stored.push(if is_away { None } else { Some(self.read_stored(checkpoint, spec)?) });
         }
         let mut buffers = Vec::new();
-        for entry in buffers::entries(self.entries()) {
+        for entry in self.entries() {
+            if entry.is_param {
+                buffers.push(None);
+                continue;
+            }
             let bytes = checkpoint.read(&entry.path(), &ShardLayout::new(&entry.spec.shape, 0, 1), 0)?;
             let dtype = checkpoint.tensor(&entry.path()).map(|tensor| tensor.dtype);
             let dtype = if dtype == Some(StoredDtype::F64) { Dtype::F64 } else { Dtype::F32 };
-            buffers.push(Buffer { bytes: bytes.into(), dtype });
+            buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
         let state_names = self.state_names(checkpoint)?;
         let record = self.optimizer_record(checkpoint, |param| !engine.offload().has_state(param))?;
@@ -281,63 +348,6 @@ impl<M: Module> ShardedModel<M> {
         checkpoint.compare(&expected, &[TensorKind::Model]).strict()
     }
 
-    /// Tensors and scalars of the optimizer's state, by the paths of their parameters.
-    fn optimizer_state(
-        &self,
-        optimizer: &ShardedOptimizer,
-    ) -> Result<(Vec<TensorBlock<'static>>, BTreeMap<String, Value>), Error> {
-        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let entries = self.planned_entries();
-        let named = |name: &str| {
-            let (id, field) = name.split_once('.')?;
-            let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
-            // A rank without elements has stepped them even where there was no gradient; who has some knows better.
-            let spec = &self.plan().params()[param];
-            let is_empty_here = spec.layout.full_len() > 0 && self.engine().block_shape(param).contains(&0);
-            (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
-        };
-        let mut scalars = BTreeMap::new();
-        let mut tensors = Vec::new();
-        let mut add = |id_and_field: &str, dtype, shape: &[usize], data| {
-            let Some((param, name)) = named(id_and_field) else { return Ok(()) };
-            let spec = &self.plan().params()[param];
-            let (dtype, block_shape) = (host::dtype_of(dtype), self.engine().block_shape(param));
-            let (Some(dtype), true) = (dtype, shape == block_shape) else {
-                return Err(Error::Parameter {
-                    parameter: spec.path.clone(),
-                    problem: format!(
-                        "its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"
-                    ),
-                    remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
-                });
-            };
-            let (kind, layout) = (TensorKind::Optimizer, stepped_layout(spec));
-            tensors.push(TensorBlock { name, aliases: Vec::new(), kind, dtype: dtype.into(), layout, data });
-            Ok(())
-        };
-        let mut add_scalars = |all: &BTreeMap<String, Scalar>| {
-            let named = all.iter().filter_map(|(name, scalar)| Some((named(name)?.1, scalar_to_json(*scalar))));
-            scalars.extend(named);
-        };
-        add_scalars(reader.scalars());
-        for tensor in reader.into_tensors().map_err(record_error)? {
-            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            add(&id_and_field, dtype, &shape.to_vec(), BlockData::Ready(Bytes::copy_from_slice(&bytes)))?;
-        }
-        let Some(tier) = self.engine().offload().tier() else { return Ok((tensors, scalars)) };
-        let records = RecordReader::new(tier.clone());
-        for away in optimizer.away(self.engine()) {
-            let Some(slot) = away.stored() else { continue };
-            add_scalars(&away.contents.scalars);
-            for (id_and_field, dtype, shape) in &away.contents.tensors {
-                let (records, name) = (records.clone(), id_and_field.clone());
-                let read = BlockData::Lazy(Box::new(move || Ok(records.tensor(slot, &name)?)));
-                add(id_and_field, *dtype, shape, read)?;
-            }
-        }
-        Ok((tensors, scalars))
-    }
-
     /// What the optimizer state of a checkpoint is called here: by parameter, with its id in place of its path.
     fn state_name(&self, name: &str) -> Option<(usize, String)> {
         let name = name.strip_prefix(OPTIMIZER)?;
@@ -409,11 +419,92 @@ impl<M: Module> ShardedModel<M> {
 const LOSS_SCALE: &str = "loss_scale";
 const GOOD_STEPS: &str = "loss_scale.good_steps";
 
+/// What is to be saved, as one rank has noted it: all but the optimizer's state in the form of a checkpoint.
+pub(crate) struct Noted {
+    snapshot: Snapshot<'static>,
+    record: OptimizerRecord,
+    engine: Arc<Engine>,
+    entries: Arc<[Entry]>,
+}
+
+impl Noted {
+    /// Optimizer steps done.
+    pub(crate) fn step(&self) -> u64 {
+        self.snapshot.step
+    }
+
+    /// Adds the optimizer's state, by the paths of its parameters. Copies it once more, and drops the first copy.
+    ///
+    /// # Errors
+    /// If the state does not have the shape of its parameters.
+    pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
+        let Self { mut snapshot, record, engine, entries } = self;
+        let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+        for (name, scalar) in reader.scalars() {
+            if let Some((_, name)) = saved_name(&engine, &entries, name) {
+                snapshot.scalars.insert(name, scalar_to_json(*scalar));
+            }
+        }
+        for tensor in reader.into_tensors().map_err(record_error)? {
+            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+            let data = BlockData::Ready(host::shared(bytes));
+            snapshot.tensors.extend(state_block(&engine, &entries, &id_and_field, dtype, &shape.to_vec(), data)?);
+        }
+        Ok(snapshot)
+    }
+
+    /// Reads what lies on the disk, so that a later step may write over it. Memory: all of it.
+    pub(crate) fn at_once(mut self) -> Result<Self, Error> {
+        for tensor in &mut self.snapshot.tensors {
+            let data = std::mem::replace(&mut tensor.data, BlockData::Ready(Bytes::new()));
+            tensor.data = BlockData::Ready(match data {
+                BlockData::Ready(bytes) => bytes,
+                BlockData::Lazy(read) => read().map_err(Error::Program)?,
+            });
+        }
+        Ok(self)
+    }
+}
+
+/// What the state `id.field` of a parameter is called in a checkpoint, with the parameter. `None` where this rank's is not saved.
+fn saved_name(engine: &Engine, entries: &[Entry], name: &str) -> Option<(usize, String)> {
+    let (id, field) = name.split_once('.')?;
+    let param = entries.iter().position(|entry| entry.id.val().to_string() == id)?;
+    // A rank without elements has stepped them even where there was no gradient; who has some knows better.
+    let spec = &engine.plan().params()[param];
+    let is_empty_here = spec.layout.full_len() > 0 && engine.block_shape(param).contains(&0);
+    (!is_empty_here).then(|| (param, format!("{OPTIMIZER}{}.{field}", spec.path)))
+}
+
+/// One tensor of optimizer state, as a checkpoint has it.
+fn state_block(
+    engine: &Engine,
+    entries: &[Entry],
+    id_and_field: &str,
+    dtype: burn::tensor::DType,
+    shape: &[usize],
+    data: BlockData<'static>,
+) -> Result<Option<TensorBlock<'static>>, Error> {
+    let Some((param, name)) = saved_name(engine, entries, id_and_field) else { return Ok(None) };
+    let spec = &engine.plan().params()[param];
+    let (dtype, block_shape) = (host::dtype_of(dtype), engine.block_shape(param));
+    let (Some(dtype), true) = (dtype, shape == block_shape) else {
+        return Err(Error::Parameter {
+            parameter: spec.path.clone(),
+            problem: format!("its optimizer state `{id_and_field}` has the shape {shape:?}, and not {block_shape:?}"),
+            remedy: "use an optimizer whose state has the shape of its parameter, such as SGD or AdamW",
+        });
+    };
+    let (kind, layout) = (TensorKind::Optimizer, stepped_layout(spec));
+    Ok(Some(TensorBlock { name, aliases: Vec::new(), kind, dtype: dtype.into(), layout, data }))
+}
+
 /// All that a rank needs of a checkpoint.
 struct Read {
     /// By parameter; `None` where it lies on the disk.
     stored: Vec<Option<Bytes>>,
-    buffers: Vec<Buffer>,
+    /// By entry, of running statistics.
+    buffers: Vec<Option<Buffer>>,
     record: OptimizerRecord,
     state_names: BTreeSet<String>,
 }

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
-use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
+use burn::module::{LoraAdapter, Module, ModuleMapper, Param, Reparameterizer};
+use burn::tensor::{Device, Shape, Tensor, TensorData};
 use bytes::Bytes;
-use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, Slot};
+use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, ShardLayout, Slot};
 
 use crate::Error;
 use crate::engine::Engine;
@@ -64,11 +64,41 @@ pub(crate) fn distribute<M: Module>(
     }
 }
 
+/// This rank's block of what rank 0 has whole: each block goes to its owner in each replica, and a tensor that is one block
+/// to all ranks, in one buffer. *Collective.*
+///
+/// # Errors
+/// If a collective fails.
+pub(crate) fn deal_out(
+    control: &dyn Communicator,
+    tag: &OpTag,
+    full: Option<Bytes>,
+    layout: &ShardLayout,
+    shard_index: usize,
+    elem_bytes: usize,
+) -> Result<Bytes, Error> {
+    if layout.num_shards() == 1 {
+        return Ok(control.broadcast(tag, 0, full)?);
+    }
+    if layout.num_shards() == control.world_size() {
+        return Ok(control.scatter(tag, 0, full, layout, elem_bytes)?);
+    }
+    let full = control.broadcast(tag, 0, full)?;
+    Ok(Bytes::from(host::cut(&full, layout, shard_index, elem_bytes).to_vec()))
+}
+
 /// Puts what the engine stores into the model, and the gather before each use.
-pub(crate) fn attach<M: Module>(model: M, entries: &[Entry], managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
+///
+/// Returns the scale of each adapter, too, by the entry of its base.
+pub(crate) fn attach<M: Module>(
+    model: M,
+    entries: &[Entry],
+    managed: &[Option<usize>],
+    engine: &Arc<Engine>,
+) -> (M, Vec<Option<f64>>) {
     let (model, scales) = take_adapters(model, entries);
     let mut values = Values { managed, engine, next: 0 };
-    model.apply_reparameterization(Attacher { values: &mut values, entries, scales: &scales })
+    (model.apply_reparameterization(Attacher { values: &mut values, entries, scales: &scales }), scales)
 }
 
 /// Puts what the engine stores into a model that is attached already: after an optimizer step.
@@ -81,9 +111,19 @@ pub(crate) fn let_go<M: Module>(model: M, managed: &[Option<usize>]) -> M {
     model.map(&mut Emptier { managed, next: 0 })
 }
 
-/// The module with these values in place of its parameters', where there is one.
-pub(crate) fn put<M: Module>(module: M, managed: &[Option<usize>], values: &[Option<TensorData>]) -> M {
-    module.map(&mut Putter { managed, values, next: 0 })
+/// What a module without anything attached lacks to be the one that was sharded.
+pub(crate) struct Restored<'a> {
+    pub(crate) entries: &'a [Entry],
+    pub(crate) managed: &'a [Option<usize>],
+    /// By parameter of the plan, where it is not in the module already. Those of adapted parameters and their factors are here.
+    pub(crate) values: &'a [Option<TensorData>],
+    /// Of each adapter, by the entry of its base.
+    pub(crate) scales: &'a [Option<f64>],
+}
+
+/// Puts values and adapters into `module`.
+pub(crate) fn restore<M: Module>(module: M, restored: &Restored) -> M {
+    module.apply_reparameterization(Restorer { restored, next: 0 })
 }
 
 /// For each entry, its index among the plan's parameters; tied ones have one together.
@@ -144,11 +184,9 @@ impl Sender<'_> {
         let result = self.agree_on_dtype(entry, value.as_ref()).and_then(|dtype| {
             let tag = self.tag(entry);
             let full = value.map(host::into_bytes);
-            let stored = if self.source.plan.is_resident(spec) {
-                self.control.broadcast(&tag, 0, full)?
-            } else {
-                self.scatter(&tag, full, spec, dtype)?
-            };
+            let whole = ShardLayout::new(spec.layout.shape(), 0, 1);
+            let layout = if self.source.plan.is_resident(spec) { &whole } else { &spec.layout };
+            let stored = deal_out(self.control, &tag, full, layout, self.source.shard_index, dtype.size_bytes())?;
             let stored = match self.source.offload.tier().filter(|_| self.source.offload.has_parameter(managed)) {
                 Some(tier) => {
                     let slot = tier.reserve(stored.len())?;
@@ -164,22 +202,6 @@ impl Sender<'_> {
             self.done.dtypes.push(dtype);
         });
         (param, result)
-    }
-
-    /// One scatter over all ranks: with several replicas, each block goes to its owner in each of them.
-    fn scatter(
-        &self,
-        tag: &OpTag,
-        full: Option<Bytes>,
-        spec: &fsdp_core::PlannedParam,
-        dtype: Dtype,
-    ) -> Result<Bytes, Error> {
-        if spec.layout.num_shards() == self.control.world_size() {
-            return Ok(self.control.scatter(tag, 0, full, &spec.layout, dtype.size_bytes())?);
-        }
-        let full = self.control.broadcast(tag, 0, full)?;
-        let block = host::cut(&full, &spec.layout, self.source.shard_index, dtype.size_bytes());
-        Ok(Bytes::from(block.to_vec()))
     }
 
     /// Running statistics start equal on all ranks.
@@ -304,26 +326,47 @@ impl ModuleMapper for Emptier<'_> {
     }
 }
 
-struct Putter<'a> {
-    managed: &'a [Option<usize>],
-    values: &'a [Option<TensorData>],
+struct Restorer<'r, 'a> {
+    restored: &'r Restored<'a>,
     next: usize,
 }
 
-impl ModuleMapper for Putter<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let managed = self.managed[self.next];
+impl Restorer<'_, '_> {
+    fn value(&self, entry: usize) -> Option<TensorData> {
+        self.restored.managed[entry].and_then(|param| self.restored.values[param].clone())
+    }
+
+    fn factor(&self, index: usize, device: &Device) -> Option<Param<Tensor<2>>> {
+        let (entry, data) = (&self.restored.entries[index], self.value(index)?);
+        let dtype = data.dtype();
+        let param = Param::initialized(entry.id, Tensor::from_data(data, (device, dtype)));
+        Some(param.set_require_grad(entry.spec.trainable))
+    }
+}
+
+impl Reparameterizer for Restorer<'_, '_> {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let index = self.next;
         self.next += 1;
-        match managed.and_then(|index| self.values[index].clone()) {
+        let device = param.lazy_device();
+        let param = match self.value(index) {
             Some(data) => {
                 let dtype = data.dtype();
                 replaced(param, |device| Tensor::from_data(data, (device, dtype)))
             }
-            None if managed.is_some() && param.val().dtype().size() < 4 => {
-                param.map(|rounded| rounded.cast(FloatDType::F32))
-            }
             None => param,
-        }
+        };
+        let Some(scale) = self.restored.scales[index] else { return (param, None) };
+        // The two entries after a base are its factors, which are not fields of this module any more.
+        self.next += 2;
+        let factors = (self.factor(index + 1, &device), self.factor(index + 2, &device));
+        (param, if let (Some(a), Some(b)) = factors { Some(LoraAdapter { a, b, scale }) } else { None })
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn elements(data: TensorData) -> Bytes {
     shared(data.into_parts().0)
 }
 
-/// Bytes of Burn's, without a copy.
+/// The elements of a tensor of Burn's, or of what it reads.
 pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
     Bytes::from_owner(Storage(Arc::new(bytes)))
 }
@@ -66,12 +66,17 @@ pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
 }
 
 pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> TensorData {
+    data_of(bytes, shape, burn_dtype(dtype))
+}
+
+/// As [`tensor_data`], of any element type.
+pub(crate) fn data_of(bytes: Bytes, shape: &[usize], dtype: DType) -> TensorData {
     let shape = Shape::from(shape.to_vec());
     if bytes.is_empty() {
         // An empty slice has no alignment, and typed access asks for one.
-        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(burn_dtype(dtype));
+        return TensorData::new(Vec::<f32>::new(), shape).convert_dtype(dtype);
     }
-    TensorData::from_bytes(burn_bytes(bytes), shape, burn_dtype(dtype))
+    TensorData::from_bytes(burn_bytes(bytes), shape, dtype)
 }
 
 /// The elements in another type, rounded to the nearest. The same bytes where the type stays.

@@ -35,6 +35,8 @@
 //! |---|---|
 //! | mark the units of a model | [the derive](derive@Sharded), or implement [`trait@Sharded`] with a [`WrapPolicy`] |
 //! | look up rows without holding the table | [`nn::Embedding`] |
+//! | normalise over the batches of all ranks | [`nn::BatchNorm`] |
+//! | train with Burn's own loop | [`FsdpStrategy`] |
 //! | choose a stage | [`Stage`], [`ShardedModel::memory_estimate`] |
 //! | read or write the settings | [`Config`] |
 //! | know what was sent, held and waited for | [`Rank::traffic`], [`ShardedModel::stats`], [`launch_with`] a [`Trace`] |
@@ -58,6 +60,7 @@ mod distribute;
 mod elementwise;
 mod engine;
 mod error;
+mod freeze;
 mod fused_adamw;
 mod gather_op;
 mod host;
@@ -74,9 +77,12 @@ mod precision;
 mod random;
 mod rank;
 mod recompute;
+mod saver;
 mod shard_module;
 mod sharded;
+mod sum_op;
 mod survey;
+mod weights;
 
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
@@ -90,7 +96,9 @@ pub use optim::{ShardedOptimizer, StepOutcome};
 pub use random::RandomState;
 pub use rank::Rank;
 pub use recompute::recompute;
+pub use saver::Saver;
 pub use sharded::Sharded;
+pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{

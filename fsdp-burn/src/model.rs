@@ -11,12 +11,12 @@ use fsdp_core::{
 };
 
 use crate::buffers::{self, Buffer};
-use crate::distribute::{Source, Stored, attach, distribute, let_go, managed, put, refresh};
+use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::Dtypes;
-use crate::survey::{Entry, LoraPart, survey};
+use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
 
 /// A sharded model. It derefs to the model, whose `forward` is called as ever.
@@ -34,8 +34,12 @@ pub struct ShardedModel<M> {
     managed: Arc<[Option<usize>]>,
     /// All that Burn visits, in its order.
     entries: Arc<[Entry]>,
+    /// With what is trained at the moment.
+    plan: Plan,
     /// The plan's parameters as Burn knows them.
     planned: Arc<[Entry]>,
+    /// Of each adapter, by the entry of its base.
+    scales: Vec<Option<f64>>,
     /// Whose running statistics all ranks go on with after a step.
     buffers: Buffers,
     engine: Arc<Engine>,
@@ -117,7 +121,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
         let trace = rank.trace().cloned();
-        let engine = Arc::new(Engine::new(plan, shard_index, dtypes, links, settings, offload, trace));
+        let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, offload, trace));
         for (param, stored) in distributed.stored.into_iter().enumerate() {
             match stored {
                 Stored::Here(bytes) => engine.set_value(param, bytes),
@@ -127,9 +131,9 @@ impl<M: Module + Sharded> ShardedModel<M> {
         if rank.is_main() {
             tracing::info!("{}", engine.precision_summary());
         }
-        let module = attach(module, &entries, &managed, &engine);
+        let (module, scales) = attach(module, &entries, &managed, &engine);
         let buffers = training.buffers;
-        Ok(Self { module, managed, entries: entries.into(), planned, buffers, engine })
+        Ok(Self { module, managed, entries: entries.into(), plan, planned, scales, buffers, engine })
     }
 }
 
@@ -195,10 +199,10 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The model as it was before it was sharded, with the weights of now, for evaluation: every parameter in whole, and
-    /// nothing attached to it. *Collective*; not between a forward and its backward.
+    /// nothing attached to it but its own adapters. *Collective*; not between a forward and its backward.
     ///
-    /// Cost: one gather of each unit, and one more of what is computed in another type than it is trained in. Memory: the
-    /// whole model, of which the ranks of one process share one copy.
+    /// Cost: one gather of each unit, and one more of what is adapted, or computed in another type than it is trained in.
+    /// Memory: the whole model, of which the ranks of one process share one copy.
     ///
     /// # Errors
     /// If a collective fails.
@@ -222,28 +226,27 @@ impl<M: Module> ShardedModel<M> {
         self.engine.abandon_forward()?;
         let mut whole = catching(|| self.module.valid().materialize())?;
         self.engine.abandon_forward()?;
-        // What is computed with may be a rounding of what is trained.
-        let rounded = |param: &usize| self.engine.compute_dtype(*param) != self.engine.dtype(*param);
-        let rounded: Vec<_> = (0..self.plan().params().len()).filter(rounded).collect();
-        if !rounded.is_empty() {
-            // The factors of an adapter are not in the whole model any more, and its base is not what is computed with.
-            let part = |entry: &Entry| entry.lora;
-            let managed = self.entries.iter().zip(self.managed.iter());
-            let managed = managed.filter(|(entry, _)| part(entry) != Some(LoraPart::Factor));
-            let managed: Vec<_> = managed.map(|(_, managed)| *managed).collect();
-            let mut values = vec![None; self.plan().params().len()];
-            for param in rounded.into_iter().filter(|&param| part(&self.planned[param]).is_none()) {
+        // What is computed with is a rounding of what is trained, and what is adapted is merged.
+        let is_other = |param: usize| self.engine.compute_dtype(param) != self.engine.dtype(param);
+        let adapted = self.entries.iter().zip(self.managed.iter()).filter(|(entry, _)| entry.lora.is_some());
+        let adapted: Vec<usize> = adapted.filter_map(|(_, managed)| *managed).collect();
+        let mut values = vec![None; self.plan().params().len()];
+        for (param, value) in values.iter_mut().enumerate() {
+            if is_other(param) || adapted.contains(&param) {
                 let (full, dtype) = (self.engine.gather_one(param)?, self.engine.dtype(param));
-                values[param] = Some(host::tensor_data(full, self.plan().params()[param].layout.shape(), dtype));
+                *value = Some(host::tensor_data(full, self.plan().params()[param].layout.shape(), dtype));
             }
-            whole = put(whole, &managed, &values);
+        }
+        if values.iter().any(Option::is_some) {
+            let (entries, managed) = (&self.entries, &self.managed);
+            whole = restore(whole, &Restored { entries, managed, values: &values, scales: &self.scales });
         }
         Ok(whole)
     }
 
     /// Which parameters form which unit, and how they are cut.
     pub fn plan(&self) -> &Plan {
-        self.engine.plan()
+        &self.plan
     }
 
     /// An input in the element type that parameters are computed in (`precision.parameters`), as FSDP2 casts the inputs of
@@ -305,7 +308,7 @@ impl<M: Module> ShardedModel<M> {
 
     /// The unit table, with this rank's local sizes, and the element types of everything.
     pub fn summary(&self) -> String {
-        format!("{}\n{}", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
+        format!("{}\n{}\n", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
     }
 
     /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.
@@ -383,6 +386,11 @@ impl<M: Module> ShardedModel<M> {
         &self.entries
     }
 
+    /// Index among the plan's parameters of an entry that is managed.
+    pub(crate) fn managed(&self, entry: usize) -> Option<usize> {
+        self.managed[entry]
+    }
+
     /// Parameters that are not managed.
     #[cfg_attr(not(feature = "learner"), expect(dead_code))]
     pub(crate) fn unmanaged(&self) -> impl Iterator<Item = &Entry> {
@@ -407,6 +415,17 @@ impl<M: Module> ShardedModel<M> {
 
     pub(crate) fn module(&self) -> &M {
         &self.module
+    }
+
+    /// Takes another choice of what is trained, and the module that `change` makes of it.
+    pub(crate) fn replace_trained(&mut self, plan: Plan, change: impl FnOnce(M, &mut [Entry], &[Option<usize>]) -> M) {
+        let mut entries = self.entries.to_vec();
+        self.module = change(self.module.clone(), &mut entries, &self.managed);
+        let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
+        let planned = entries.iter().zip(self.managed.iter()).filter(is_planned);
+        self.planned = planned.map(|(entry, _)| entry.clone()).collect();
+        self.entries = entries.into();
+        self.plan = plan;
     }
 
     /// Takes a module of other buffers, and gives it the parameters that the engine stores.

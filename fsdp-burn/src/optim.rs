@@ -53,8 +53,9 @@ pub struct ShardedOptimizer {
     norm: Norm,
     clip_value: Option<f64>,
     non_finite: NonFinite,
-    /// The models that the optimizer was tried out for, by the address of their engine.
-    checked: Vec<usize>,
+    /// The models that the optimizer was tried out for, by the address of their engine, and the generation of what they
+    /// train.
+    checked: Vec<(usize, usize)>,
 }
 
 impl ShardedOptimizer {
@@ -166,19 +167,24 @@ impl ShardedOptimizer {
         slots.into_iter().filter_map(read)
     }
 
+    /// A copy of the state that is in memory.
+    pub(crate) fn record(&self) -> OptimizerRecord {
+        self.inner.to_record()
+    }
+
     /// Whether it has stepped no other model.
     pub(crate) fn is_for(&self, engine: &Arc<Engine>) -> bool {
-        self.checked.iter().all(|&checked| checked == address(engine))
+        self.checked.iter().all(|&(checked, _)| checked == address(engine))
     }
 
     fn apply<M: Module>(&mut self, lr: ModuleLearningRate, model: &mut ShardedModel<M>) -> Result<StepOutcome, Error> {
         let engine = model.engine().clone();
         let (step, _) = engine.progress();
         let entries = model.planned_entries();
-        let address = address(&engine);
-        if !self.checked.contains(&address) {
-            elementwise::check(&self.inner, self.name, engine.plan(), &entries)?;
-            self.checked.push(address);
+        let model_state = (address(&engine), engine.generation());
+        if !self.checked.contains(&model_state) {
+            elementwise::check(&self.inner, self.name, model.plan(), &entries)?;
+            self.checked.push(model_state);
         }
         engine.reduce_rest()?;
         let mut factor = engine.gradient_factor();

@@ -1,15 +1,17 @@
 //! What a rank is given by the launcher: its number, its peers, its configuration.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use bytes::Bytes;
+use fsdp_core::checkpoint::SaveOptions;
 use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Tier, TierOptions, TierStats, Trace, Traffic};
 
 use crate::model::{reduce_number, reduce_numbers};
-use crate::{Error, Sharded, ShardedModel, ShardedOptimizer};
+use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
 
 /// One rank of a run.
 #[derive(Clone, Debug)]
@@ -83,6 +85,14 @@ impl Rank {
     /// tensors is refused at its first step, where it meets the parameters.
     pub fn optimizer<O: Into<ModuleOptimizer>>(&self, optimizer: O) -> Result<ShardedOptimizer, Error> {
         ShardedOptimizer::new(optimizer, &self.config)
+    }
+
+    /// A saver in the background, for checkpoints under `root`. *Collective*, but waits for nobody.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub fn saver(&self, root: impl Into<PathBuf>, options: SaveOptions) -> Result<Saver, Error> {
+        Saver::new(self.recorder.as_ref(), root.into(), options)
     }
 
     /// This rank's share of `items`, dealt out in turn. An incomplete last round is left out, so that all ranks take

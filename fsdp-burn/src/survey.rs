@@ -110,9 +110,9 @@ struct Surveyor {
     path: Vec<String>,
     /// What was entered last is a field of an embedding.
     in_embedding: bool,
-    in_adapter: bool,
     /// What was entered last is a field of a layer that reads the shape of its parameters.
     in_shape_reader: bool,
+    in_adapter: bool,
     entries: Vec<Entry>,
     foreign: Option<(String, String)>,
 }
@@ -146,7 +146,6 @@ impl ModuleVisitor for Surveyor {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.lazy_shape().to_vec();
         let trainable = emptied(param.clone()).is_require_grad();
-        let lora = self.in_adapter.then_some(LoraPart::Factor);
         let spec = ParamSpec {
             path: self.path.clone(),
             shape,
@@ -155,6 +154,7 @@ impl ModuleVisitor for Surveyor {
             shape_is_read: self.in_shape_reader,
             also: Vec::new(),
         };
+        let lora = self.in_adapter.then_some(LoraPart::Factor);
         self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None, lora });
     }
 }

@@ -37,7 +37,8 @@ pub struct StageForecast {
 /// let job = Job::new(ModelShape::even(7_000_000_000, 32), 8, machine);
 /// let forecast = Forecast::new(&job, Some(80_000_000_000));
 /// assert_eq!(forecast.stages.iter().map(|of| of.fits == Some(true)).collect::<Vec<_>>(), [false, true, true, true]);
-/// assert_eq!(forecast.advice.stage, Some(Stage::Gradients)); // as fast as stage 1, and smaller
+/// // Stages 1 and 2 wait for what a step publishes; stage 3 gathers it beside the next forward.
+/// assert_eq!(forecast.advice.stage, Some(Stage::Parameters));
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Forecast {

@@ -282,6 +282,13 @@ impl Plan {
         cut.map(|&param| self.params[param].layout.full_len() * dtypes[param].size_bytes()).sum()
     }
 
+    /// The same plan where other parameters are trained: `trainable` is told each parameter by its index.
+    pub fn with_trainable(&self, trainable: impl Fn(usize) -> bool) -> Self {
+        let mut plan = self.clone();
+        plan.params.iter_mut().enumerate().for_each(|(index, param)| param.trainable = trainable(index));
+        plan
+    }
+
     /// What the schedule must know of each unit, with the element types of all parameters in plan order.
     pub fn unit_traits(&self, dtypes: &[Dtype]) -> Vec<UnitTraits> {
         let traits = |index: UnitIndex| UnitTraits {

@@ -10,10 +10,12 @@ mod backward;
 mod execute;
 mod missing;
 mod observe;
+mod sum;
 mod tiers;
 
 use std::any::Any;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
@@ -57,6 +59,10 @@ pub(crate) struct Engine {
     shard_index: usize,
     dtypes: Dtypes,
     held: Vec<bool>,
+    /// By parameter: whether it gets gradients at the moment.
+    trained: Vec<AtomicBool>,
+    /// How often that has changed.
+    generation: AtomicUsize,
     links: Links,
     settings: Settings,
     offload: Offload,
@@ -183,12 +189,37 @@ impl Engine {
             stats: EngineStats::default(),
         };
         let held = plan.params().iter().map(|param| plan.is_held(param)).collect();
+        let trained = plan.params().iter().map(|param| AtomicBool::new(param.trainable)).collect();
         let (state, ladder) = (Mutex::new(state), Mutex::new(None));
-        Self { plan, shard_index, dtypes, held, links, settings, offload, trace, state, ladder }
+        let generation = AtomicUsize::new(0);
+        Self { plan, shard_index, dtypes, held, trained, generation, links, settings, offload, trace, state, ladder }
     }
 
+    /// Units, and how parameters are cut. Which of them are trained may have changed since.
     pub(crate) fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Changes whenever other parameters are trained.
+    pub(crate) fn generation(&self) -> usize {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Trains the parameters that `plan` says, from the next forward on. It is a plan of the same units and cuts.
+    pub(crate) fn train(&self, plan: &Plan) -> Result<(), Error> {
+        self.finish_reduces()?;
+        self.abandon_forward()?;
+        for (trained, param) in self.trained.iter().zip(plan.params()) {
+            trained.store(param.trainable, Ordering::Relaxed);
+        }
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        // Reductions are in another order from now on, which all ranks agree on in the next backward.
+        let units = plan.unit_traits(&self.dtypes.compute);
+        let mut schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
+        schedule.set_tiers(&self.offload.unit_tiers(plan));
+        self.finish_write_back()?;
+        self.lock().schedule = schedule;
+        Ok(())
     }
 
     pub(crate) fn shard_index(&self) -> usize {
@@ -438,38 +469,10 @@ impl Engine {
         (state.backwards, state.items) = (0, None);
     }
 
-    /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
-    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
-        let spec = &self.plan.params()[param];
-        let mut state = self.lock();
-        if let Some(master) = &state.masters[param] {
-            return Ok(master.clone());
-        }
-        let stored = self.take_stored(&mut state, param)?;
-        if spec.is_split() && self.plan.is_resident(spec) {
-            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
-        } else {
-            Ok(stored)
-        }
-    }
-
     /// Shape of the optimizer's view of a parameter.
     pub(crate) fn block_shape(&self, param: usize) -> Vec<usize> {
         let spec = &self.plan.params()[param];
         if spec.is_split() { spec.layout.shard_shape(self.shard_index) } else { spec.layout.shape().to_vec() }
-    }
-
-    /// Gathers one parameter outside of forward and backward, in whole and in the optimizer's type. All ranks of the shard
-    /// axis make the call.
-    pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
-        let spec = &self.plan.params()[param];
-        if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
-            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
-        }
-        let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
-        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
-        let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
-        full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -549,7 +552,7 @@ impl Engine {
     }
 
     fn trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {
-        self.params_of(unit).filter(|(_, spec)| spec.trainable)
+        self.params_of(unit).filter(|(param, _)| self.trained[*param].load(Ordering::Relaxed))
     }
 
     fn split_trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {

@@ -11,11 +11,12 @@
 //! now. So what the schedule asks for ahead of time decides how long that takes, and never what is read.
 
 use bytes::Bytes;
-use fsdp_core::{Slot, SpanKind, Tier, TierError, Transfer, UnitIndex};
+use fsdp_core::{OpTag, Phase, Slot, SpanKind, Tier, TierError, Transfer, UnitIndex};
 
 use super::missing::is_missing;
 use super::{Engine, State};
 use crate::Error;
+use crate::host::cut;
 
 /// A reduced gradient that waits for the step.
 pub(super) enum Reduced {
@@ -77,14 +78,43 @@ impl Engine {
         self.wait_tier(state, SpanKind::Read, unit, slot.len_bytes() as u64, transfer)
     }
 
-    /// Puts a parameter where it lies between its uses, when the model is made or loaded; waits for the disk.
-    pub(crate) fn place_stored(&self, param: usize, bytes: Bytes) -> Result<(), Error> {
+    /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
+    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
+        let spec = &self.plan.params()[param];
         let mut state = self.lock();
-        let state = &mut *state;
+        if let Some(master) = &state.masters[param] {
+            return Ok(master.clone());
+        }
+        let stored = self.take_stored(&mut state, param)?;
+        if spec.is_split() && self.plan.is_resident(spec) {
+            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
+        } else {
+            Ok(stored)
+        }
+    }
+
+    /// Gathers one parameter outside of forward and backward, in whole and in the optimizer's type. All ranks of the shard
+    /// axis make the call.
+    pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
+        let spec = &self.plan.params()[param];
+        if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
+            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
+        }
+        let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
+        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
+        let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
+        full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
+    }
+
+    /// Takes a value of a parameter as [`Engine::set_value`] does, and puts it where it lies between its uses; waits for
+    /// the disk.
+    pub(crate) fn place_stored(&self, param: usize, bytes: Bytes) -> Result<(), Error> {
         if !self.offload.has_parameter(param) {
-            state.store(param, bytes);
+            self.set_value(param, bytes);
             return Ok(());
         }
+        let mut state = self.lock();
+        let state = &mut *state;
         state.store(param, Bytes::new());
         state.tiers.reading_blocks[param] = None;
         let tier = self.tier()?;

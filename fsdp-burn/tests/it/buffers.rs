@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 use fsdp_burn::{Buffers, Config, OpKind, SaveOptions, Stage, TrainingConfig, launch};
 
-use crate::common::models::{Mlp, Normed, Trial};
+use crate::common::models::{JointlyNormed, Mlp, Normed, Trial};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, share, start,
     weights,
@@ -82,9 +82,9 @@ fn oracle(num_ranks: usize, agree: fn(Vec<Vec<f32>>) -> Vec<Vec<f32>>) -> (Outco
 }
 
 /// The same on ranks, with the statistics that each has in the end.
-fn on_ranks(config: &Config) -> (Outcome, Vec<Vec<f32>>) {
+fn on_ranks<M: Trial>(config: &Config) -> (Outcome, Vec<Vec<f32>>) {
     let ranks = launch(config, |rank| {
-        let mut model = start::<Normed>(&rank)?;
+        let mut model = start::<M>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         let mut outcome = Outcome::default();
         for step in 0..STEPS {
@@ -115,7 +115,7 @@ fn running_statistics_are_the_mean_of_all_ranks_or_rank_0s_or_each_ranks_own() {
             let (plain, expected) = oracle(num_ranks, agree);
             let mut first = None;
             for stage in Stage::ALL {
-                let (outcome, got) = on_ranks(&with(policy, config(stage, num_ranks)));
+                let (outcome, got) = on_ranks::<Normed>(&with(policy, config(stage, num_ranks)));
                 let what = format!("{policy} at {stage} on {num_ranks}");
                 assert_parity(&what, &plain, &outcome, Tolerance { absolute: 1e-4, ..Optimizer::Sgd.tolerance() });
                 for (rank, (expected, got)) in expected.iter().zip(&got).enumerate() {
@@ -135,10 +135,42 @@ fn running_statistics_are_the_mean_of_all_ranks_or_rank_0s_or_each_ranks_own() {
 }
 
 #[test]
+fn batch_norm_over_all_ranks_trains_as_on_one_device_and_notes_the_same_statistics() {
+    let (mut model, device) = plain_model::<JointlyNormed>();
+    let mut optim = Optimizer::Sgd.build();
+    let mut plain = Outcome::default();
+    for step in 0..STEPS {
+        let loss = model.loss(step, 0..BATCH, &device);
+        plain.losses.push(scalar(&loss));
+        model = optim.step(Optimizer::Sgd.lr(), model.clone(), GradientsParams::from_grads(loss.backward(), &model));
+    }
+    let expected = values(&statistics(&model));
+    plain.weights = plain_weights(&model).into_iter().filter(|(path, _)| !path.contains("running_")).collect();
+    for num_ranks in [1, 2, 3, 5] {
+        for policy in [Buffers::Sync, Buffers::Local] {
+            let mut first: Option<(Outcome, Vec<Vec<f32>>)> = None;
+            for stage in Stage::ALL {
+                let (outcome, got) = on_ranks::<JointlyNormed>(&with(policy, config(stage, num_ranks)));
+                let what = format!("{policy} at {stage} on {num_ranks}");
+                assert_parity(&what, &plain, &outcome, Tolerance { absolute: 1e-4, ..Optimizer::Sgd.tolerance() });
+                for (rank, got) in got.iter().enumerate() {
+                    let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * a.abs().max(1.0);
+                    assert!(expected.iter().zip(got).all(close), "{what}: rank {rank} has {got:?}, not {expected:?}");
+                }
+                let (first, statistics) = first.get_or_insert_with(|| (outcome.clone(), got.clone()));
+                assert_parity(&what, first, &outcome, Tolerance::EXACT);
+                assert_eq!(*statistics, got, "{what}: another bit than stage 0");
+                assert!(got.iter().all(|own| *own == got[0]), "{what}: ranks differ");
+            }
+        }
+    }
+}
+
+#[test]
 fn ranks_that_clone_one_model_have_statistics_of_their_own() {
     let (model, device) = plain_model::<Normed>();
     let model = Arc::new(Mutex::new(model));
-    let expected = on_ranks(&with(Buffers::Local, config(Stage::Ddp, 2))).1;
+    let expected = on_ranks::<Normed>(&with(Buffers::Local, config(Stage::Ddp, 2))).1;
     let shared = model.clone();
     let got = launch(&with(Buffers::Local, config(Stage::Ddp, 2)), move |rank| {
         let clone = shared.lock().unwrap().clone();

@@ -10,29 +10,9 @@ use fsdp_burn::{
 };
 use serde_json::{Value, json};
 
+use crate::common::files::Scratch;
 use crate::common::models::{Branches, ConvNet, Gpt, Mlp, Trial};
 use crate::common::run::{Optimizer, Weights, config, scalar, share, start, weights};
-
-/// A directory of its own, removed at the end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("fsdp-burn-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&dir);
-        Self(dir)
-    }
-
-    fn path(&self) -> PathBuf {
-        self.0.clone()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn save<M: Trial>(root: &Path, model: &ShardedModel<M>, optim: &ShardedOptimizer, batch: usize) -> Result<(), Error> {
     let sections = BTreeMap::from([("batch".to_owned(), json!(batch))]);

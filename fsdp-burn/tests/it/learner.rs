@@ -1,10 +1,11 @@
 //! Burn's own training loop, sharded: what it gives, when it ends, and what it saves.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use burn::data::dataloader::DataLoaderBuilder;
+use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -18,8 +19,8 @@ use burn::train::{
 use fsdp_burn::{Accumulate, Config, Dtype, Error, FsdpStrategy, Sharded, Stage, TrainingConfig};
 
 use crate::common::learner::{
-    Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, Samples, Stack, build, items, on_one_device, on_ranks,
-    scheduler, training,
+    Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, NormedClassifier, Samples, Stack, build, items,
+    on_one_device, on_ranks, scheduler, training,
 };
 use crate::common::run::{Optimizer, Outcome, Tolerance, assert_parity, config, plain_weights};
 
@@ -80,6 +81,60 @@ fn batches_of_unequal_size_and_ranks_without_one_train_as_the_mean_over_all_item
             assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{what}: another bit than stage 0");
         }
     }
+}
+
+/// Where every rank's gradients depend on the batches of all, those of unequal size weigh as they should all the same.
+#[test]
+fn batch_norm_over_unequal_batches_of_a_learner_is_that_of_one_device() {
+    for num_train in [34, 25] {
+        let lesson = Lesson::new(num_train, 13, 4, 3);
+        let plain = on_one_device::<NormedClassifier>(3, &lesson);
+        for stage in Stage::ALL {
+            let got = on_ranks::<NormedClassifier>(&config(stage, 3), &lesson).unwrap();
+            let weights = |lessons: &Lessons| Outcome { weights: lessons.weights.clone(), ..Outcome::default() };
+            let tolerance = Tolerance { weights: 1e-4, ..Optimizer::AdamW.tolerance() };
+            assert_parity(&format!("{stage}, {num_train} samples"), &weights(&plain), &weights(&got), tolerance);
+        }
+    }
+}
+
+/// Notes the samples of every batch that is made.
+#[derive(Clone, Default)]
+struct Noting(Arc<Mutex<Vec<u32>>>);
+
+impl Batcher<Item, Samples> for Noting {
+    fn batch(&self, items: Vec<Item>, device: &Device) -> Samples {
+        self.0.lock().unwrap().extend(items.iter().map(|(x, _)| x[0].to_bits()));
+        Stack.batch(items, device)
+    }
+}
+
+#[test]
+fn each_sample_is_seen_once_in_an_epoch_by_one_rank_also_shuffled_and_by_several_workers() {
+    let lesson = Lesson { num_epochs: 2, ..even(3) };
+    let mut orders = Vec::new();
+    for num_workers in [0, 2] {
+        let (train, valid) = (Noting::default(), Noting::default());
+        let loader = |noting: &Noting, items: &[Item]| {
+            let builder = DataLoaderBuilder::new(noting.clone()).batch_size(20).shuffle(5).num_workers(num_workers);
+            builder.build(InMemDataset::new(items.to_vec()))
+        };
+        let (training, log) =
+            training::<Classifier>(&lesson, loader(&train, &lesson.train), loader(&valid, &lesson.valid));
+        let strategy = FsdpStrategy::new(&config(Stage::Parameters, 3));
+        strategy.launch(training, build::<Classifier>(), Optimizer::AdamW.build(), scheduler()).unwrap();
+        assert_eq!(log.lessons(Vec::new()).losses.len(), 2 * 420 / 20, "{num_workers} workers");
+        for (noting, items) in [(&train, &lesson.train), (&valid, &lesson.valid)] {
+            let mut seen = noting.0.lock().unwrap().clone();
+            orders.push(seen.clone());
+            let mut expected: Vec<_> = items.iter().chain(items).map(|(x, _)| x[0].to_bits()).collect();
+            seen.sort_unstable();
+            expected.sort_unstable();
+            assert_eq!(seen, expected, "{num_workers} workers");
+        }
+    }
+    let in_order: Vec<_> = lesson.train.iter().map(|(x, _)| x[0].to_bits()).collect();
+    assert!(!orders[0].starts_with(&in_order[..140]), "it was shuffled");
 }
 
 #[test]

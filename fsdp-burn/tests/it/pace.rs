@@ -193,7 +193,8 @@ fn a_save_is_decided_together_and_one_that_is_not_ends_all_ranks_with_the_operat
         let alone = saving(&impatient, "alone", |rank, loss| Ok(rank.rank() == 1 && loss < 10.0));
         let error = alone.unwrap_err().to_string();
         assert!(begun.elapsed() < Duration::from_secs(20), "{stage}: {:?}", begun.elapsed());
-        let is_told = error.contains("checkpoint") || error.contains("for rank 1") || error.contains("waited");
+        // Whoever gives up first: rank 1 in the save, or another in the next step.
+        let is_told = error.contains("for rank 1") || error.contains("rank 1 waited") && error.contains("checkpoint");
         assert!(is_told && error.contains("step 1"), "{stage}: {error}");
     }
 }

@@ -31,8 +31,8 @@ pub struct WrongTensor {
 /// Every difference between what is expected and what a checkpoint has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Comparison {
-    /// The checkpoint.
-    pub dir: PathBuf,
+    /// The checkpoint, or the file of weights.
+    pub path: PathBuf,
     /// Expected names that can be read.
     pub matching: Vec<String>,
     /// Expected, and not in the checkpoint.
@@ -69,7 +69,7 @@ impl Checkpoint {
         }
         let of_kinds = self.manifest.tensors.iter().filter(|tensor| kinds.contains(&tensor.kind));
         let extra = of_kinds.map(|tensor| &tensor.name).filter(|name| !found.contains(name)).cloned().collect();
-        Comparison { dir: self.dir.clone(), matching, missing, extra, wrong }
+        Comparison { path: self.dir.clone(), matching, missing, extra, wrong }
     }
 }
 
@@ -91,15 +91,15 @@ impl Comparison {
 /// All differences, a line for each tensor, and after each kind what to do.
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dir, matching, missing, extra, wrong } = self;
+        let Self { path, matching, missing, extra, wrong } = self;
         if self.is_equal() {
-            return write!(f, "{}: all {} tensors match", dir.display(), matching.len());
+            return write!(f, "{}: all {} tensors match", path.display(), matching.len());
         }
         let counts = (matching.len(), missing.len(), extra.len(), wrong.len());
         write!(
             f,
             "{} does not fit the model: {} tensors match, {} are missing, {} extra, {} wrong",
-            dir.display(),
+            path.display(),
             counts.0,
             counts.1,
             counts.2,
@@ -126,7 +126,8 @@ impl fmt::Display for Comparison {
         }
         if !wrong.is_empty() {
             f.write_str(
-                "\nWrong shapes mean another configuration of the model: use the one in the checkpoint's `config`",
+                "\nWrong shapes mean another configuration of the model, which a checkpoint has under `config`, or another layout \
+                 of its weights",
             )?;
         }
         Ok(())

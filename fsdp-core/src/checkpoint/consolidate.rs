@@ -18,6 +18,9 @@ const BLOCK_BYTES: usize = 32 << 20;
 /// The name that model hubs expect, without numbers and extension.
 const MODEL: &str = "model";
 
+/// What the metadata of a file says under `producer`: weights are laid out as the program that saved them has them.
+pub const PRODUCER: &str = "fsdp";
+
 /// What [`consolidate`] writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ConsolidateOptions {
@@ -157,7 +160,8 @@ fn write_file(checkpoint: &Checkpoint, path: &Path, tensors: &[Named<'_>]) -> Re
         .collect();
     let written = |name: &String| in_file.iter().any(|tensor| tensor.name == name);
     // What loads models from hubs asks for the format that the tensors were meant for.
-    let mut metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    let mut metadata =
+        BTreeMap::from([("format".to_owned(), "pt".to_owned()), ("producer".to_owned(), PRODUCER.to_owned())]);
     for (_, tensor) in &tensors {
         let aliases = tensor.aliases.iter().filter(|alias| !written(alias));
         metadata.extend(aliases.map(|alias| (alias.clone(), tensor.name.clone())));
@@ -175,7 +179,7 @@ fn write_file(checkpoint: &Checkpoint, path: &Path, tensors: &[Named<'_>]) -> Re
         let layout = ShardLayout::new(&tensor.shape, 0, rows.div_ceil(rows_per_block));
         for index in 0..layout.num_shards() {
             block.resize(layout.shard_len(index) * tensor.dtype.size_bytes(), 0);
-            checkpoint.read_block(tensor, &layout, index, &mut block)?;
+            checkpoint.files.read_block(tensor, &layout, index, &mut block)?;
             file.write(&block)?;
         }
     }

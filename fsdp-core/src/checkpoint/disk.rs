@@ -18,6 +18,10 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// How much is written at a time past the page cache: enough to keep a disk busy, little beside the state.
 const DIRECT_BYTES: usize = 8 << 20;
 
+/// How much is copied for a direct write and hashed at a time: what was copied is still near when it is hashed, so that
+/// memory is read once.
+const COPY_BYTES: usize = 64 << 10;
+
 /// What direct writes must be a multiple of, in memory, in the file and in size: the pages of any disk in use.
 const ALIGNMENT: usize = 4096;
 
@@ -121,20 +125,22 @@ impl<'a> NewFile<'a> {
 
     pub(super) fn write(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
         while !bytes.is_empty() {
-            let room = self.waiting.as_ref().map_or(CHUNK_BYTES, |waiting| DIRECT_BYTES - waiting.len);
+            let room = self.waiting.as_ref().map_or(CHUNK_BYTES, |waiting| COPY_BYTES.min(DIRECT_BYTES - waiting.len));
             let (now, later) = bytes.split_at(bytes.len().min(room));
             bytes = later;
-            self.hasher.update(now);
             match &mut self.waiting {
                 Some(waiting) => {
                     let at = waiting.start + waiting.len;
-                    waiting.memory[at..at + now.len()].copy_from_slice(now);
+                    let copy = &mut waiting.memory[at..at + now.len()];
+                    copy.copy_from_slice(now);
+                    self.hasher.update(copy);
                     waiting.len += now.len();
                     if waiting.len == DIRECT_BYTES {
                         self.write_waiting()?;
                     }
                 }
                 None => {
+                    self.hasher.update(now);
                     self.file.write_all_at(now, self.num_bytes).map_err(CheckpointError::io("write", self.path))?;
                     self.num_bytes += now.len() as u64;
                 }

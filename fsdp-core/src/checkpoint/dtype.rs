@@ -69,6 +69,11 @@ impl StoredDtype {
         self.to_safetensors().bitsize() / 8
     }
 
+    /// The same type, if it is one of these.
+    pub(super) fn of_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
+        Self::ALL.into_iter().find(|own| own.to_safetensors() == dtype)
+    }
+
     pub(super) fn to_safetensors(self) -> safetensors::Dtype {
         use safetensors::Dtype as Other;
         match self {
@@ -117,6 +122,7 @@ mod tests {
             let name = serde_json::to_value(dtype).unwrap();
             assert_eq!(name, serde_json::to_value(dtype.to_safetensors()).unwrap());
             assert_eq!(name, dtype.to_string());
+            assert_eq!(StoredDtype::of_safetensors(dtype.to_safetensors()), Some(dtype));
             assert_eq!(serde_json::from_value::<StoredDtype>(name).unwrap(), dtype);
             assert!([1, 2, 4, 8].contains(&dtype.size_bytes()));
         }

@@ -99,6 +99,12 @@ pub enum CheckpointError {
         /// What its source said.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A snapshot that was to be made in the background could not be.
+    #[error("the state could not be read from the model: {source}")]
+    Snapshot {
+        /// What its maker said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Two ranks say different things of what should be one.
     #[error("ranks disagree about {what}: rank {first_rank} has {first}, rank {rank} has {got}")]
     Disagree {
@@ -207,6 +213,14 @@ pub enum CheckpointError {
         stored: Vec<usize>,
         /// The shape asked for.
         asked: Vec<usize>,
+    },
+    /// Weights of another program that cannot be used.
+    #[error("{}: {problem}", path.display())]
+    Weights {
+        /// The file, index or directory.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        problem: String,
     },
     /// The checkpoint does not hold what the model needs.
     #[error("{0}")]

@@ -102,6 +102,11 @@ impl Header {
         }
     }
 
+    /// Names, types and shapes, and what the file notes beside them.
+    pub(super) fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
     /// Where a tensor begins in the file, or what is wrong with it.
     pub(super) fn find(&self, tensor: &FileTensor<'_>) -> Result<u64, String> {
         let name = tensor.name;

@@ -63,7 +63,7 @@ impl Checkpoint {
         let file = File::open(&path).map_err(CheckpointError::io("open", &path))?;
         for tensor in &self.manifest.tensors {
             for piece in tensor.pieces.iter().filter(|piece| piece.file == index) {
-                self.place(tensor, piece, &file, &path)?;
+                self.files.place(tensor, piece, &file)?;
             }
         }
         Ok(())

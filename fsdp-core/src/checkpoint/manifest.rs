@@ -194,7 +194,7 @@ impl Manifest {
         Ok(file.finish()?.0)
     }
 
-    fn to_text(&self) -> serde_json::Result<String> {
+    pub(super) fn to_text(&self) -> serde_json::Result<String> {
         let manifest = serde_json::value::to_raw_value(self)?;
         let checksum = Checksum::of(manifest.get().as_bytes());
         let mut text =

@@ -11,10 +11,12 @@
 //! | look for differences | [`Checkpoint::compare`] |
 //! | read | [`Checkpoint::read`], [`Checkpoint::read_into`] |
 //! | give to others | [`consolidate`] |
+//! | take from others | [`Safetensors`] |
 //! | look inside | [`inspect`] |
 //!
-//! Files in the order of their imports: `dtype`, `error`, `disk`, `manifest`, `header`, `reshard`, `root`, `agree`,
-//! `snapshot`, `save`, `load`, `find`, `compare`, `saver`, `consolidate`, `inspect`. Only `error` looks ahead, to what it
+//! Files in the order of their imports: `dtype`, `error`, `disk`, `manifest`, `header`, `reshard`, `pieces`, `root`,
+//! `agree`, `snapshot`, `save`, `load`, `find`, `compare`, `saver`, `plain`, `consolidate`, `inspect`, and
+//! `fuzz`, which is for tests. Only `error` looks ahead, to what it
 //! reports.
 
 mod agree;
@@ -24,10 +26,14 @@ mod disk;
 mod dtype;
 mod error;
 mod find;
+#[cfg(feature = "testing")]
+pub(crate) mod fuzz;
 mod header;
 mod inspect;
 mod load;
 mod manifest;
+mod pieces;
+mod plain;
 mod reshard;
 mod root;
 mod save;
@@ -35,7 +41,7 @@ mod saver;
 mod snapshot;
 
 pub use compare::{Comparison, ExpectedTensor, WrongTensor};
-pub use consolidate::{ConsolidateOptions, Consolidated, TiedWeights, consolidate};
+pub use consolidate::{ConsolidateOptions, Consolidated, PRODUCER, TiedWeights, consolidate};
 pub use disk::Checksum;
 pub use dtype::StoredDtype;
 pub use error::CheckpointError;
@@ -43,6 +49,7 @@ pub use find::{Rejected, Verify};
 pub use inspect::{Inspection, inspect, step_dirs};
 pub use load::Checkpoint;
 pub use manifest::{FileEntry, Manifest, Piece, TensorEntry, TensorKind};
+pub use plain::Safetensors;
 pub use save::{SaveOptions, Saved, save};
 pub use saver::Saver;
 pub use snapshot::{BlockData, Snapshot, TensorBlock};

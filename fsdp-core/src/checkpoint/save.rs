@@ -15,6 +15,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -42,6 +43,8 @@ pub struct Saved {
     pub dir: PathBuf,
     /// Bytes of all its files.
     pub bytes: u64,
+    /// How long it took on rank 0, waits for other ranks included.
+    pub took: Duration,
     /// Older checkpoints that retention has removed.
     pub removed: Vec<PathBuf>,
     /// What retention could not do; the checkpoint itself is good.
@@ -108,20 +111,20 @@ pub fn save(
     snapshot: Snapshot<'_>,
     options: &SaveOptions,
 ) -> Result<Saved, CheckpointError> {
-    save_via(comm, root.as_ref(), snapshot, options, Via::Cache)
+    save_via(comm, root.as_ref(), snapshot.step, Ok(snapshot), options, Via::Cache)
 }
 
-/// As [`save`], with a choice of how files are written.
+/// As [`save`], with a choice of how files are written, of a snapshot of `step` that may have failed.
 pub(super) fn save_via(
     comm: &dyn Communicator,
     root: &Path,
-    snapshot: Snapshot<'_>,
+    step: u64,
+    snapshot: Result<Snapshot<'_>, CheckpointError>,
     options: &SaveOptions,
     via: Via,
 ) -> Result<Saved, CheckpointError> {
     let root = Root::new(root);
-    let step = snapshot.step;
-    let result = save_in(comm, &root, snapshot, options, via);
+    let result = save_in(comm, &root, step, snapshot, options, via);
     if comm.rank() == 0 && result.is_err() {
         root.discard(step);
     }
@@ -141,14 +144,21 @@ struct Table {
 fn save_in(
     comm: &dyn Communicator,
     root: &Root,
-    snapshot: Snapshot<'_>,
+    step: u64,
+    snapshot: Result<Snapshot<'_>, CheckpointError>,
     options: &SaveOptions,
     via: Via,
 ) -> Result<Saved, CheckpointError> {
-    let (rank, step) = (comm.rank(), snapshot.step);
+    let (rank, started) = (comm.rank(), Instant::now());
     let tag = |what| OpTag::new(step, Phase::Checkpoint, what);
 
-    let prepared = prepare(comm, root, &snapshot);
+    let (snapshot, prepared) = match snapshot {
+        Ok(snapshot) => {
+            let prepared = prepare(comm, root, &snapshot);
+            (Some(snapshot), prepared)
+        }
+        Err(error) => (None, Err(error)),
+    };
     let prepared = agree(comm, &tag("save: prepare"), "preparing to save", prepared)?;
     let needed_bytes = prepared.iter().fold(0u64, |sum, &(needed, _)| sum.saturating_add(needed));
     let free_bytes = prepared[0].1;
@@ -156,6 +166,7 @@ fn save_in(
         return Err(CheckpointError::NoSpace { path: root.path().to_owned(), needed_bytes, free_bytes });
     }
 
+    let snapshot = snapshot.expect("a rank that has none has failed the agreement");
     let Snapshot { mesh, stage, tensors, scalars, sections, rank_state, pinned, .. } = snapshot;
     let (files, ranks, scalars_of_all) = Default::default();
     let world_size = mesh.world_size();
@@ -176,6 +187,7 @@ fn save_in(
 
     // Only rank 0 knows how it went; what the others say is not looked at.
     let committed = if rank == 0 { commit(root, manifest, pinned, tables, options).map(Some) } else { Ok(None) };
+    let committed = committed.map(|saved| saved.map(|saved| Saved { took: started.elapsed(), ..saved }));
     let mut committed = agree(comm, &tag("save: commit"), "completing the checkpoint", committed)?;
     Ok(committed.swap_remove(0).expect("rank 0 has returned what it saved"))
 }
@@ -272,7 +284,7 @@ fn commit(
     let warnings: Vec<String> = failed.iter().map(ToString::to_string).collect();
     warnings.iter().for_each(|warning| tracing::warn!("old checkpoints: {warning}"));
     let bytes = manifest.data_bytes() + manifest_bytes;
-    Ok(Saved { dir: root.step_dir(manifest.step), bytes, removed, warnings })
+    Ok(Saved { dir: root.step_dir(manifest.step), bytes, took: Duration::ZERO, removed, warnings })
 }
 
 /// Adds what all ranks have written. Whether tensors are covered is checked when the manifest is written.

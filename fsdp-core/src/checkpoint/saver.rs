@@ -13,7 +13,8 @@ use crate::{CommStream, Communicator, OpTag, Pending, Phase};
 ///
 /// Every rank has one, and all make the same calls in the same order. A snapshot must hold copies: training changes the
 /// originals meanwhile. So a save in the background costs its size once more in host memory while it lasts. It writes past
-/// the system's page cache, where it can, to leave the processors to training.
+/// the system's page cache, where it can, and its thread has a low priority (both on Linux), to leave the processors to
+/// training; so it takes longer where training leaves little of them.
 ///
 /// A save that fails is an error of the next call on **every** rank, which names the rank that failed; the saver can be
 /// used again. Dropping a saver waits for the save under way and loses its error: call [`Saver::finish`] at the end.
@@ -82,9 +83,27 @@ impl Saver {
     /// # Errors
     /// What made the earlier save fail, on every rank; the new one is not begun then.
     pub fn save(&mut self, snapshot: Snapshot<'static>) -> Result<Option<Saved>, CheckpointError> {
+        self.save_with(snapshot.step, || Ok(snapshot))
+    }
+
+    /// As [`Saver::save`], where `make` makes the snapshot of `step` on the saver's thread. What it holds must be copies already.
+    ///
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Saver::save`]; an error of `make` is one of the save.
+    pub fn save_with(
+        &mut self,
+        step: u64,
+        make: impl FnOnce() -> Result<Snapshot<'static>, Box<dyn std::error::Error + Send + Sync>> + Send + 'static,
+    ) -> Result<Option<Saved>, CheckpointError> {
         let earlier = self.finish()?;
-        let (root, options, step) = (self.root.clone(), self.options, snapshot.step);
-        let outcome = self.stream.submit(move |comm| Ok(save_via(comm, &root, snapshot, &options, Via::Direct)));
+        let (root, options) = (self.root.clone(), self.options);
+        let outcome = self.stream.submit(move |comm| {
+            give_way();
+            let snapshot = make().map_err(|source| CheckpointError::Snapshot { source });
+            Ok(save_via(comm, &root, step, snapshot, &options, Via::Direct))
+        });
         self.under_way = Some(UnderWay { step, outcome });
         Ok(earlier)
     }
@@ -117,4 +136,16 @@ impl Saver {
             None => Ok(None),
         }
     }
+}
+
+/// Of two threads that want one processor, the one that computes at the usual priority gets 28 times as much of it as one
+/// of this niceness. It is not the highest, so that a save comes to its end beside whatever training.
+#[cfg(target_os = "linux")]
+const NICENESS: i32 = 15;
+
+/// Lowers the priority of this thread. Where that is refused the save is only more in the way.
+fn give_way() {
+    // On Linux the call is about a thread, elsewhere about the process.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::setpriority_process(None, NICENESS);
 }

@@ -227,6 +227,7 @@ fn a_comparison_lists_all_differences_with_remedies() {
   wrong:   `blocks.0.up.bias` is F16 [11], the model has F32 [11]
 If a layer was renamed, give it its old name to load; if tensors are meant to differ, ask for a partial load, which \
          leaves what is missing as it was initialised, and reports it
-Wrong shapes mean another configuration of the model: use the one in the checkpoint's `config`"
+Wrong shapes mean another configuration of the model, which a checkpoint has under `config`, or another layout of its \
+weights"
     );
 }

@@ -8,11 +8,12 @@ use std::path::Path;
 use std::process::Command;
 
 use fsdp_core::checkpoint::{
-    BlockData, Checkpoint, ConsolidateOptions, SaveOptions, Snapshot, StoredDtype, TensorBlock, TensorKind,
-    TiedWeights, Verify, consolidate, save,
+    BlockData, Checkpoint, ConsolidateOptions, PRODUCER, Safetensors, SaveOptions, Snapshot, StoredDtype, TensorBlock,
+    TensorKind, TiedWeights, Verify, consolidate, save,
 };
 use fsdp_core::{Mesh, ShardLayout};
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
 use crate::checkpoint_state::{each_rank, save_on, snapshot, tensors};
 use crate::command::fsdp;
@@ -83,6 +84,69 @@ fn a_set_of_files_has_an_index_that_names_every_tensor() {
     assert_eq!(map.len(), model.len());
     let total: usize = model.values().map(Vec::len).sum();
     assert_eq!((index["metadata"]["total_size"].as_u64(), written.tensor_bytes), (Some(total as u64), total as u64));
+}
+
+#[test]
+fn what_was_given_out_is_read_back_in_any_cut_from_a_file_a_set_or_a_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = saved(dir.path());
+    let (file, hub, one) = (dir.path().join("out.safetensors"), dir.path().join("hub"), dir.path().join("one"));
+    let in_set = ConsolidateOptions { shard_bytes: Some(400), ..ConsolidateOptions::default() };
+    consolidate(&checkpoint, &file, &ConsolidateOptions::default()).unwrap();
+    consolidate(&checkpoint, &hub, &in_set).unwrap();
+    consolidate(&checkpoint, &one, &ConsolidateOptions::default()).unwrap();
+    for path in [file, hub.clone(), hub.join("model.safetensors.index.json"), one] {
+        let opened = Safetensors::open(&path).unwrap();
+        assert_eq!((opened.tensors().len(), opened.metadata()["producer"].as_str()), (9, PRODUCER), "{path:?}");
+        assert_eq!(opened.tensor("head.weight").unwrap().name, "tokens.weight", "a tied name");
+        for tensor in opened.tensors() {
+            for (dim, num_shards) in (0..tensor.shape.len().max(1)).flat_map(|dim| [1, 2, 5].map(|n| (dim, n))) {
+                let layout = ShardLayout::new(&tensor.shape, dim, num_shards);
+                for index in 0..num_shards {
+                    let expected = checkpoint.read(&tensor.name, &layout, index).unwrap();
+                    assert_eq!(opened.read(&tensor.name, &layout, index).unwrap(), expected, "{}", tensor.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_that_cannot_be_used_are_refused_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = dir.path().join("hub");
+    let refused = |path: &Path| Safetensors::open(path).unwrap_err().to_string();
+    fs::create_dir(&hub).unwrap();
+    let error = refused(&hub);
+    assert!(error.contains("hub: the directory has neither `model.safetensors.index.json` nor"), "{error}");
+    fs::remove_dir(&hub).unwrap();
+    let options = ConsolidateOptions { shard_bytes: Some(400), ..ConsolidateOptions::default() };
+    consolidate(&saved(dir.path()), &hub, &options).unwrap();
+    let index = hub.join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).unwrap();
+    let tensor = tensors().iter().find(|tensor| tensor.kind == TensorKind::Model).unwrap().name.to_owned();
+    let first = "model-00001-of-";
+    for (from, to, expected) in [
+        (text.as_str(), "{}", "it is no index of weights: missing field `weight_map`"),
+        (first, "../model-00001-of-", "is no name of a file beside it"),
+        (first, "absent-", "cannot open"),
+        (&tensor, "other", "it names `other`, which `"),
+    ] {
+        fs::write(&index, text.replace(from, to)).unwrap();
+        let error = refused(&index);
+        assert!(error.contains(expected), "{error}");
+    }
+    // A file that is in the set under two names has each of its tensors twice.
+    fs::write(&index, text.replacen("model-00003-", "copy-", 1)).unwrap();
+    fs::copy(hub.join("model-00003-of-00003.safetensors"), hub.join("copy-of-00003.safetensors")).unwrap();
+    let error = refused(&index);
+    assert!(error.contains("comes twice in the set of files"), "{error}");
+
+    let file = dir.path().join("f8.safetensors");
+    let view = TensorView::new(Dtype::F8_E4M3, vec![2], &[1, 2]).unwrap();
+    serialize_to_file([("scale", view)], None, &file).unwrap();
+    let error = refused(&file);
+    assert!(error.contains("`scale` has the element type F8_E4M3, which cannot be loaded; convert it"), "{error}");
 }
 
 #[test]
@@ -195,7 +259,8 @@ fn python_reads_a_consolidated_file_with_its_names_shapes_and_values() {
             (tensor.name.to_owned(), entry)
         })
         .collect();
-    fs::write(&list, serde_json::Value::from(expected).to_string()).unwrap();
+    let expected = serde_json::json!({ "tensors": expected, "ties": { "head.weight": "tokens.weight" } });
+    fs::write(&list, expected.to_string()).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/read_safetensors.py");
     let output = Command::new("python3").arg(script).args([out, list]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_failure;
+mod checkpoint_full;
 mod checkpoint_kill;
 #[cfg(feature = "cli")]
 mod checkpoint_out;
@@ -11,6 +12,7 @@ mod checkpoint_state;
 mod command;
 mod conformance;
 mod failure;
+mod fuzz;
 mod schedule;
 mod schedule_property;
 mod schedule_tiers;

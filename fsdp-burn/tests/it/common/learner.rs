@@ -8,7 +8,7 @@ use burn::data::dataloader::{DataLoader, DataLoaderBuilder, DataLoaderIterator, 
 use burn::data::dataset::{DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, Linear, LinearConfig};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::activation::tanh;
@@ -22,6 +22,7 @@ use burn::train::renderer::{
 use burn::train::{
     ClassificationOutput, InferenceStep, Learner, LearnerModel, SupervisedTraining, TrainOutput, TrainStep,
 };
+use fsdp_burn::nn::BatchNorm;
 use fsdp_burn::{Config, Error, FsdpStrategy, Sharded};
 
 use super::run::{Optimizer, SEED, Weights, plain_weights, seeded};
@@ -150,6 +151,45 @@ impl InferenceStep for HalfClassifier {
 
     fn step(&self, samples: Samples) -> ClassificationOutput {
         self.inner.classify_in(FloatDType::BF16, samples)
+    }
+}
+
+/// [`Classifier`] behind a batch normalisation over the batches of all ranks.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct NormedClassifier {
+    norm: BatchNorm,
+    #[shard(nested)]
+    inner: Classifier,
+}
+
+impl Classify for NormedClassifier {
+    fn build(device: &Device) -> Self {
+        Self { norm: BatchNormConfig::new(WIDTH).init(device).into(), inner: Classifier::build(device) }
+    }
+}
+
+impl NormedClassifier {
+    fn classify(&self, samples: Samples) -> ClassificationOutput {
+        self.inner.classify(Samples { x: self.norm.forward(samples.x), ..samples })
+    }
+}
+
+impl TrainStep for NormedClassifier {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
+        let output = self.classify(samples);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for NormedClassifier {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> ClassificationOutput {
+        self.classify(samples)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Tiny models, deterministic data, and the one comparison helper of all parity tests.
 
+pub(crate) mod files;
 pub(crate) mod learner;
 pub(crate) mod models;
 pub(crate) mod run;

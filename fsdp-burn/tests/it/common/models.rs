@@ -432,6 +432,41 @@ impl Trial for Masked {
     }
 }
 
+/// Batch normalisation over the batches of all ranks: in a unit that is computed again in backward, and in the root.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct JointlyNormed {
+    #[shard(unit)]
+    input: Linear,
+    #[shard(unit)]
+    block: NormedBlock,
+    outer: fsdp_burn::nn::BatchNorm,
+    output: Linear,
+}
+
+#[derive(Module, Debug)]
+struct NormedBlock {
+    norm: fsdp_burn::nn::BatchNorm,
+    linear: Linear,
+}
+
+impl Trial for JointlyNormed {
+    fn build(device: &Device) -> Self {
+        let norm = |channels| BatchNormConfig::new(channels).init(device).into();
+        Self {
+            input: LinearConfig::new(7, 5).init(device),
+            block: NormedBlock { norm: norm(5), linear: LinearConfig::new(5, 7).init(device) },
+            outer: norm(7),
+            output: LinearConfig::new(7, 3).init(device),
+        }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = self.input.forward(rows(batch + 1, samples.clone(), 7, device));
+        let x = recompute(&self.block, x, |block, x| block.linear.forward(gelu(block.norm.forward(x))));
+        distance(self.output.forward(gelu(self.outer.forward(x))), batch, samples, device)
+    }
+}
+
 /// Layers that look at the shape of what the model stores; two have running statistics, in a unit and in the root.
 #[derive(Module, Debug, Sharded)]
 pub(crate) struct Normed {

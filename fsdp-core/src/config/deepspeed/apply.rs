@@ -1,7 +1,7 @@
 //! What single DeepSpeed keys set here.
 
-use super::Translator;
 use super::keys::{Fate, Told, number};
+use super::{TranslatedItem, Translator};
 use crate::config::tree::Value;
 use crate::config::{Config, ConfigError};
 use crate::{Axis, Dtype, LossScale, Mesh, Stage};
@@ -73,7 +73,7 @@ pub(super) fn train_batch_size(translator: &mut Translator, key: &str, value: &V
         return Ok((Fate::Program, "filled in by the program".to_owned()));
     }
     translator.batch.whole = Some(whole(translator, key, value, 1)?);
-    set("world_size, training.gradient_accumulation or the batch, whichever the other two leave open")
+    set("") // what it says is known when all keys are
 }
 
 pub(super) fn micro_batch_size(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
@@ -281,11 +281,21 @@ impl Translator<'_> {
             }
             (_, micro, steps) => (micro, steps.unwrap_or(1)),
         };
+        if self.out.config.precision.parameters != Dtype::F16 {
+            let is_scale = |item: &&mut TranslatedItem| item.key.starts_with("fp16.") && item.fate == Fate::Missing;
+            for item in self.out.items.iter_mut().filter(is_scale) {
+                (item.fate, item.told) = (Fate::NotNeeded, "fp16 is not switched on".to_owned());
+            }
+        }
         let is_open = num_ranks.is_none() && whole.is_some() && (micro.is_none() || self.batch.accumulation.is_none());
-        let item = self.out.items.iter_mut().find(|item| item.key == "train_batch_size" && is_open);
-        if let Some(item) = item {
-            let told = "it needs the number of ranks, which the file does not hold; give it";
-            (item.fate, item.told) = (Fate::Missing, told.to_owned());
+        let is_it = |item: &&mut TranslatedItem| item.key == "train_batch_size" && item.fate == Fate::Set;
+        if let Some(item) = self.out.items.iter_mut().find(is_it) {
+            (item.fate, item.told) = match (is_open, micro) {
+                (false, Some(micro)) => {
+                    (Fate::Set, format!("{ranks} ranks, {accumulation} micro-batches of {micro} sequences"))
+                }
+                _ => (Fate::Missing, "it needs the number of ranks, which the file does not hold; give it".to_owned()),
+            };
         }
         self.out.micro_batch_size = micro;
         let Config { world_size, training, prefetch, precision, .. } = &mut self.out.config;

@@ -1,0 +1,123 @@
+//! A file system that is really full: every rank is told, the checkpoint before stays, and with room again the next save works.
+//!
+//! Needs a small file system, which takes an administrator (`mount`) or a user's own namespace (`unshare`). Where there is
+//! neither, the test says so and ends; `checkpoint_failure` has a limit on the size of files everywhere.
+
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use fsdp_core::Mesh;
+use fsdp_core::checkpoint::{
+    BlockData, Checkpoint, SaveOptions, Saver, Snapshot, StoredDtype, TensorBlock, TensorKind, Verify, save,
+};
+use fsdp_core::{Communicator, ShardLayout};
+
+use crate::checkpoint_state::{assert_whole, each_rank, save_on, snapshot};
+
+/// Bytes of the file system, and of what the second save adds to the state on each of two ranks.
+const DISK_BYTES: u64 = 4 << 20;
+const LARGE_BYTES: usize = 1 << 20;
+
+/// The part of the test that runs where a small file system is mounted at the path in the environment.
+#[test]
+fn child_fills_the_disk() {
+    let Some(dir) = std::env::var_os("FSDP_TEST_FULL_DISK") else { return };
+    let dir = PathBuf::from(dir);
+    save_on(&dir, 1, &Mesh::one_dim(2), SaveOptions::default());
+    // So much is left that the check of free space passes, and then a file of another program takes it.
+    let (root, taken) = (dir.clone(), dir.join("taken"));
+    for result in each_rank(2, move |comm| save(comm, &root, large(comm, Some(taken.clone())), &SaveOptions::default()))
+    {
+        assert_full(&result.unwrap_err().to_string());
+    }
+    assert_before(&dir);
+    // In the background, past the page cache where that can be, and a full disk from the start.
+    let root = dir.clone();
+    for result in each_rank(2, move |comm| {
+        let mut saver = Saver::new(comm, &root, SaveOptions::default())?;
+        saver.save(large(comm, None))?;
+        saver.finish()
+    }) {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("the checkpoint needs 2.0 MiB on all ranks together, but "), "{error}");
+    }
+    assert_before(&dir);
+    fs::remove_file(dir.join("taken")).unwrap();
+    let (root, taken) = (dir.clone(), dir.join("taken"));
+    for result in each_rank(2, move |comm| {
+        let mut saver = Saver::new(comm, &root, SaveOptions::default())?;
+        saver.save(large(comm, Some(taken.clone())))?;
+        saver.finish()
+    }) {
+        assert_full(&result.unwrap_err().to_string());
+    }
+    assert_before(&dir);
+    fs::remove_file(dir.join("taken")).unwrap();
+    let root = dir.clone();
+    let saved = each_rank(2, move |comm| save(comm, &root, large(comm, None), &SaveOptions::default()));
+    assert!(saved.iter().all(Result::is_ok), "{saved:?}");
+    assert_eq!(Checkpoint::newest(&dir, Verify::Checksums).unwrap().manifest().step, 2);
+    println!("the disk was full");
+}
+
+/// Step 2 with a large tensor; when its turn has come, rank 0 fills the disk with the file named.
+fn large(comm: &dyn Communicator, taken: Option<PathBuf>) -> Snapshot<'static> {
+    let mut snapshot = snapshot(2, &Mesh::one_dim(2), comm.rank());
+    let is_first = comm.rank() == 0;
+    let produce = move || {
+        if let (true, Some(taken)) = (is_first, taken) {
+            // Block by block, until there is no room for one more.
+            let mut file = fs::File::create(taken)?;
+            while std::io::Write::write_all(&mut file, &[1; 4096]).is_ok() {}
+        }
+        Ok(vec![7; LARGE_BYTES].into())
+    };
+    snapshot.tensors.push(TensorBlock {
+        name: "large".into(),
+        aliases: Vec::new(),
+        kind: TensorKind::Model,
+        dtype: StoredDtype::U8,
+        layout: ShardLayout::new(&[2 * LARGE_BYTES], 0, 2),
+        data: BlockData::Lazy(Box::new(produce)),
+    });
+    snapshot
+}
+
+fn assert_full(error: &str) {
+    assert!(error.starts_with("saving: rank "), "{error}");
+    assert!(error.contains(".safetensors: No space left on device"), "{error}");
+    assert!(error.ends_with("free some space, save elsewhere, or keep fewer checkpoints"), "{error}");
+}
+
+fn assert_before(dir: &Path) {
+    assert_whole(&Checkpoint::newest(dir, Verify::Checksums).unwrap(), 1);
+    assert!(!dir.join(".saving-step-2").exists(), "what was written of the other is gone");
+}
+
+/// Runs the child in a namespace of its own, in which `mount` puts a small file system on a directory; `None` where that is
+/// not allowed. Whatever becomes of the child, its mount ends with it.
+fn in_small_disk(unshare: &[&str]) -> Option<String> {
+    let dir = tempfile::tempdir().unwrap();
+    let line = format!(
+        "mount -t tmpfs -o size={DISK_BYTES} tmpfs \"$1\" || exit 77\n\
+         exec env FSDP_TEST_FULL_DISK=\"$1\" \"$0\" --exact checkpoint_full::child_fills_the_disk --nocapture"
+    );
+    let mut command = Command::new("unshare");
+    command.args(unshare).args(["sh", "-c", &line]).arg(std::env::current_exe().unwrap()).arg(dir.path());
+    let output = command.output().ok()?;
+    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    // A namespace or a mount that is refused is no failure of ours, and is known by the child never having begun.
+    text.contains("running 1 test").then_some(text)
+}
+
+#[test]
+fn a_disk_that_is_full_is_every_ranks_error_and_the_checkpoint_before_stays() {
+    let attempts: [&[&str]; 2] = [&["--mount"], &["--user", "--map-root-user", "--mount"]];
+    match attempts.into_iter().find_map(in_small_disk) {
+        Some(text) => assert!(text.contains("the disk was full") && text.contains("1 passed"), "{text}"),
+        None => println!("not run: nobody may mount a small file system here"),
+    }
+}

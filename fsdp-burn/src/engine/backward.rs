@@ -1,4 +1,4 @@
-//! Backward: its two ends, and the gradients that arrive in between.
+//! Backward: its two ends, the gradients that arrive in between, and what they are scaled by.
 //!
 //! [Note: Backward begins by itself]
 //! Burn's learner calls a model's `TrainStep::step`, and the user's code in there calls `loss.backward()`. So nobody tells
@@ -10,7 +10,7 @@ use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
-use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
+use fsdp_core::{Accumulate, LossScaler, OpTag, Phase, SpanKind, UnitIndex};
 
 use super::{Engine, EngineFailed, State, size_bytes};
 use crate::{Error, host};
@@ -69,6 +69,42 @@ impl Engine {
         let mut state = self.lock();
         (state.void, state.weight) = (false, 1.0);
         ended
+    }
+
+    /// What a sum of gradients is multiplied with: one over the items or micro-batches since the last step.
+    pub(crate) fn gradient_factor(&self) -> f64 {
+        let state = self.lock();
+        let scale = state.scaler.map_or(1.0, |scaler| scaler.scale());
+        match state.items {
+            Some(items) => 1.0 / (items * scale),
+            None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
+            None => 1.0 / scale,
+        }
+    }
+
+    /// The scale of the loss, if there is one.
+    pub(crate) fn scaler(&self) -> Option<LossScaler> {
+        self.lock().scaler
+    }
+
+    /// Goes on from a noted scale of the loss.
+    pub(crate) fn restore_scale(&self, scale: f64, good_steps: u32) {
+        if let Some(scaler) = &mut self.lock().scaler {
+            scaler.restore(scale, good_steps);
+        }
+    }
+
+    /// Tells the loss scale whether the gradients of this step are finite; returns whether they are not because the scale
+    /// was too large. All ranks see the same norm, so they answer the same.
+    pub(crate) fn overflowed(&self, finite: bool) -> bool {
+        match &mut self.lock().scaler {
+            Some(scaler) if finite => {
+                scaler.stepped();
+                false
+            }
+            Some(scaler) => scaler.overflowed(),
+            None => false,
+        }
     }
 
     /// Something that only backward does is about to happen.

@@ -317,42 +317,6 @@ impl Engine {
         self.plan.is_resident(&self.plan.params()[param]) && self.dtypes.compute[param] != self.dtypes.master[param]
     }
 
-    /// What a sum of gradients is multiplied with: one over the items or micro-batches since the last step.
-    pub(crate) fn gradient_factor(&self) -> f64 {
-        let state = self.lock();
-        let scale = state.scaler.map_or(1.0, |scaler| scaler.scale());
-        match state.items {
-            Some(items) => 1.0 / (items * scale),
-            None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
-            None => 1.0 / scale,
-        }
-    }
-
-    /// The scale of the loss, if there is one.
-    pub(crate) fn scaler(&self) -> Option<LossScaler> {
-        self.lock().scaler
-    }
-
-    /// Goes on from a noted scale of the loss.
-    pub(crate) fn restore_scale(&self, scale: f64, good_steps: u32) {
-        if let Some(scaler) = &mut self.lock().scaler {
-            scaler.restore(scale, good_steps);
-        }
-    }
-
-    /// Tells the loss scale whether the gradients of this step are finite; returns whether they are not because the scale
-    /// was too large. All ranks see the same norm, so they answer the same.
-    pub(crate) fn overflowed(&self, finite: bool) -> bool {
-        match &mut self.lock().scaler {
-            Some(scaler) if finite => {
-                scaler.stepped();
-                false
-            }
-            Some(scaler) => scaler.overflowed(),
-            None => false,
-        }
-    }
-
     /// Forgets a forward that will have no backward, and lets go of what it has gathered.
     pub(crate) fn abandon_forward(&self) -> Result<(), Error> {
         let mut state = self.lock();

@@ -65,7 +65,8 @@ impl ShardedGradients {
         Arc::ptr_eq(&self.engine, engine)
     }
 
-    /// Gradients of parameters that are not managed (`#[shard(ignore)]`): local to this rank, as Burn computed them.
+    /// Gradients of parameters that are not managed (`#[shard(ignore)]`): local to this rank, as Burn computed them. With a
+    /// loss scale they are as many times too large as [`ShardedModel::loss_scale`] was in backward, and may have overflowed.
     pub fn unmanaged(&mut self) -> &mut Gradients {
         &mut self.unmanaged
     }
@@ -105,6 +106,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let links = Links::new(rank.communicator().as_ref(), &mesh)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
+        refuse_unmanaged_adapters(&entries, &managed)?;
         let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
         let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
@@ -176,6 +178,8 @@ impl<M: Module> ShardedModel<M> {
         }
         // Where reducing divides by the number of ranks, that is undone: the step divides by the number of items.
         let factor = if self.engine.reduces_to_mean() { weight * control.world_size() as f64 } else { weight };
+        // The factor may be beyond what half precision can hold.
+        let loss = if loss.dtype().size() < 4 { loss.cast(FloatDType::F32) } else { loss };
         self.backward_over(Some((total, weight > 0.0)), loss.mul_scalar(factor))
     }
 
@@ -355,16 +359,15 @@ impl<M: Module> ShardedModel<M> {
         model.exact(&layouts, self.engine.shard_index())
     }
 
-    /// Waits until everything that this rank has started for the model has arrived: gradients, and the units that a step
-    /// has begun to gather for the forward after it. Training needs no such call; measurements do, before they read
+    /// Waits, after a step, for the units that it has begun to gather for the next forward, and for what it writes to a disk;
+    /// then nothing is under way. Training needs no such call; measurements do, before they read
     /// [`Rank::traffic`](crate::Rank::traffic), [`ShardedModel::stats`] or a clock.
     ///
     /// # Errors
     /// If a collective fails.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.engine.finish_gathers()?;
-        self.engine.finish_write_back()?;
-        self.engine.finish_reduces()
+        self.engine.finish_write_back()
     }
 
     /// What communication has cost since the start, or since [`ShardedModel::reset_stats`].
@@ -509,6 +512,18 @@ fn float_dtype(dtype: Dtype) -> FloatDType {
 fn checkpoints<M: Module>(module: &M) -> bool {
     let balanced = Some(GradientCheckpointingStrategy::Balanced);
     module.devices().iter().all(|device| device.gradient_checkpointing_strategy() == balanced)
+}
+
+/// An adapter is put together from blocks, so its parameter has to be managed.
+fn refuse_unmanaged_adapters(entries: &[Entry], managed: &[Option<usize>]) -> Result<(), Error> {
+    match entries.iter().zip(managed).find(|(entry, managed)| entry.lora.is_some() && managed.is_none()) {
+        Some((entry, _)) => Err(Error::Parameter {
+            parameter: entry.path(),
+            problem: "it has a LoRA adapter and is not sharded (`#[shard(ignore)]`)".into(),
+            remedy: "leave it out of the adapters (`Lora::set_param_group`), or shard it",
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Refuses what this version cannot do, before anything is sent.

@@ -38,8 +38,9 @@ impl LossScaler {
     pub const INITIAL: f64 = 65536.0;
     /// A dynamic scale doubles after so many steps without overflow.
     pub const GROWTH_INTERVAL: u32 = 2000;
-    /// The least dynamic scale. What is not finite at this scale is no overflow.
-    pub const MIN: f64 = 1.0;
+    /// The least dynamic scale, below 1 for losses that are multiplied with a number of items. What is not finite at this scale
+    /// is no overflow.
+    pub const MIN: f64 = 1.0 / 65536.0;
     /// The largest dynamic scale.
     pub const MAX: f64 = 16_777_216.0;
 
@@ -115,8 +116,8 @@ mod tests {
     fn a_dynamic_scale_stays_within_its_bounds() {
         let mut scaler = LossScaler::new(LossScale::Dynamic);
         let halvings = (0..100).take_while(|_| scaler.overflowed()).count();
-        assert_eq!((halvings, scaler.scale()), (16, LossScaler::MIN));
-        for _ in 0..30 * LossScaler::GROWTH_INTERVAL {
+        assert_eq!((halvings, scaler.scale()), (32, LossScaler::MIN));
+        for _ in 0..41 * LossScaler::GROWTH_INTERVAL {
             scaler.stepped();
         }
         assert_eq!(scaler.scale(), LossScaler::MAX);

@@ -3,7 +3,6 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -198,13 +197,9 @@ type Spans = Vec<[(Instant, Instant); Work::ALL.len()]>;
 /// machine does slows all of them alike.
 fn measure_size(options: &ProfileOptions, tensor_bytes: usize) -> Result<Vec<(usize, f64)>, ProfileError> {
     let ProfileOptions { num_ranks, repetitions, .. } = *options;
-    let together = Arc::new(Barrier::new(num_ranks));
     let threads: Vec<_> = LocalWorld::connect(num_ranks, TIMEOUT)
         .into_iter()
-        .map(|comm| {
-            let together = together.clone();
-            thread::spawn(move || measure_rank(&*comm, tensor_bytes, repetitions, &together))
-        })
+        .map(|comm| thread::spawn(move || measure_rank(&*comm, tensor_bytes, repetitions)))
         .collect();
     let mut ranks: Vec<Spans> = Vec::new();
     for (rank, thread) in threads.into_iter().enumerate() {
@@ -228,12 +223,7 @@ fn num_batched(tensor_bytes: usize) -> usize {
     (BATCH_BYTES / tensor_bytes).clamp(1, 256)
 }
 
-fn measure_rank(
-    comm: &dyn Communicator,
-    tensor_bytes: usize,
-    repetitions: usize,
-    together: &Barrier,
-) -> Result<Spans, CommError> {
+fn measure_rank(comm: &dyn Communicator, tensor_bytes: usize, repetitions: usize) -> Result<Spans, CommError> {
     let num_tensors = (COLD_BYTES / tensor_bytes / comm.world_size()).max(2);
     // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
     let tensors = Bytes::from(1.0_f32.to_ne_bytes().repeat(num_tensors * tensor_bytes / 4));
@@ -268,7 +258,7 @@ fn measure_rank(
     for _ in 0..repetitions {
         let mut of_repetition = [(Instant::now(), Instant::now()); Work::ALL.len()];
         for (work, span) in Work::ALL.into_iter().zip(&mut of_repetition) {
-            together.wait();
+            comm.barrier(&tag)?;
             let start = Instant::now();
             for _ in 0..num_batched(tensor_bytes) {
                 once(work)?;

@@ -117,7 +117,12 @@ impl Engine {
 
     fn begin_backward(&self, state: &mut State, items: Option<(f64, bool)>) -> Result<(), Error> {
         state.void = items.is_some_and(|(_, any_here)| !any_here);
-        state.items = items.map(|(items, _)| state.items.unwrap_or(state.backwards as f64) + items).or(state.items);
+        // A loss whose items were not told counts as one.
+        state.items = match (items, state.items) {
+            (Some((items, _)), before) => Some(before.unwrap_or(state.backwards as f64) + items),
+            (None, Some(before)) => Some(before + 1.0),
+            (None, None) => None,
+        };
         self.start_backward(state)
     }
 

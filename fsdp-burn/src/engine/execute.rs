@@ -6,8 +6,8 @@ use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{
-    Action, CommError, Communicator, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout, SpanKind,
-    UnitIndex,
+    Action, CommError, Communicator, Dtype, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout,
+    SpanKind, UnitIndex,
 };
 
 use super::missing::{missing_gradient, present_gradient};
@@ -143,7 +143,12 @@ impl Engine {
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
         for (param, new) in params.into_iter().zip(reduced) {
-            let new = host::cast(&new, self.dtypes.reduce[param], self.dtypes.master[param]);
+            let is_split = self.plan.params()[param].is_split();
+            let sent = match self.links.reduce_replicas.is_some() && is_split {
+                true => sum_over_replicas(self.dtypes.reduce[param]),
+                false => self.dtypes.reduce[param],
+            };
+            let new = host::cast(&new, sent, self.dtypes.master[param]);
             let sum = match self.take_reduced_of(state, param)? {
                 Some(old) => self.add(param, old, new),
                 None => new,
@@ -176,21 +181,26 @@ struct ReduceJob {
 }
 
 impl ReduceJob {
-    /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum.
+    /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum; but half precision
+    /// is divided by the shards first, so that no partial sum overflows, and is added up over replicas in float32.
     fn run(self, world: &dyn Communicator) -> Result<Vec<Bytes>, CommError> {
         let mut reduced = Vec::new();
         if !self.split.is_empty() {
             reduced = match &self.replicas {
                 None => self.shard.reduce_scatter(&self.tag, &self.split, self.reduce)?,
                 Some(replicas) => {
-                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::SUM)?;
+                    let is_half = self.split.iter().any(|part| part.dtype.size_bytes() < 4);
+                    let num_shards = if is_half { self.shard.world_size() } else { 1 };
+                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::mean(num_shards))?;
                     let part = |(block, part): (Bytes, &ReducePart)| {
-                        let len = block.len() / part.dtype.size_bytes();
-                        let layout = ShardLayout::new(&[len], 0, replicas.world_size());
-                        ReducePart { full: block, layout, dtype: part.dtype }
+                        let dtype = sum_over_replicas(part.dtype);
+                        let full = host::cast(&block, part.dtype, dtype);
+                        let layout = ShardLayout::new(&[full.len() / dtype.size_bytes()], 0, replicas.world_size());
+                        ReducePart { full, layout, dtype }
                     };
                     let parts: Vec<_> = blocks.into_iter().zip(&self.split).map(part).collect();
-                    replicas.all_reduce(&self.tag, &parts, self.reduce)?
+                    let rest = Reduce { scale: self.reduce.scale * num_shards as f64 };
+                    replicas.all_reduce(&self.tag, &parts, rest)?
                 }
             };
         }
@@ -199,4 +209,9 @@ impl ReduceJob {
         }
         Ok(reduced)
     }
+}
+
+/// The element type of a sum over replicas, of what was added up over shards in `dtype`.
+fn sum_over_replicas(dtype: Dtype) -> Dtype {
+    if dtype.size_bytes() < 4 { Dtype::F32 } else { dtype }
 }

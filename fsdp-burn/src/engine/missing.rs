@@ -6,7 +6,8 @@
 //! contributes -0.0: it is the true neutral element of addition (x + -0.0 is x for every x, +0.0 included), and a sum
 //! is -0.0 only if every term is. So a block that is -0.0 throughout had no gradient anywhere, and telling so costs no
 //! message. A rank whose real gradient of a block is -0.0 throughout sends +0.0. What is left is a block whose real sums are
-//! all so small and negative that dividing by the number of ranks rounds them to -0.0, below 1e-45: it counts as missing.
+//! all so small and negative that dividing by the number of ranks rounds them to -0.0, below 1e-45 (below 3e-8 where gradients are
+//! sent in f16): it counts as missing.
 
 use std::ops::Range;
 

@@ -17,7 +17,7 @@ impl Engine {
     /// Unwinds with the error when a collective fails, as [`Engine::gather`].
     pub(crate) fn sum_in_forward(&self, x: FlexTensor) -> FlexTensor {
         let counts = self.lock().weight != 0.0;
-        let x = if counts { x } else { Flex::float_mul_scalar(x, 0.0.into()) };
+        let x = if counts { x } else { zeros_like(x) };
         self.summed(x, Phase::Forward)
     }
 
@@ -27,13 +27,22 @@ impl Engine {
     /// # Panics
     /// As [`Engine::sum_in_forward`].
     pub(crate) fn sum_in_backward(&self, gradient: FlexTensor) -> FlexTensor {
-        let weight = self.lock().weight;
+        let (weight, void) = {
+            let state = self.lock();
+            (state.weight, state.void)
+        };
+        if void {
+            // Whatever it is: it may not be a number.
+            return zeros_like(self.summed(zeros_like(gradient), Phase::Backward));
+        }
         if weight == 1.0 {
             return self.summed(gradient, Phase::Backward);
         }
+        if weight == 0.0 {
+            return zeros_like(self.summed(zeros_like(gradient), Phase::Backward));
+        }
         let sum = self.summed(Flex::float_mul_scalar(gradient, weight.into()), Phase::Backward);
-        let without = if weight == 0.0 { 0.0 } else { weight.recip() };
-        Flex::float_mul_scalar(sum, without.into())
+        Flex::float_mul_scalar(sum, weight.recip().into())
     }
 
     /// The sum of a number over all ranks but those whose gradients count for nothing.
@@ -74,4 +83,9 @@ impl Engine {
             None => Err(self.misuse("a reduction of one part returned none", "report this as a bug")),
         }
     }
+}
+
+/// Zeros in place of what is not to count, which may be infinite or no number.
+fn zeros_like(x: FlexTensor) -> FlexTensor {
+    Flex::float_zeros(x.shape(), &x.device(), x.dtype().into())
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use burn::module::{Lora, Module, ModuleMapper, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_burn::{Dtype, OpKind, Sharded, Stage, launch};
@@ -10,8 +11,8 @@ use fsdp_core::checkpoint::{Manifest, TensorKind};
 
 use crate::common::models::{Gpt, Mlp, RecomputedGpt, Trial, noise};
 use crate::common::run::{
-    BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, sharded,
-    share, start,
+    BATCH, Optimizer, Outcome, SEED, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar,
+    seeded, sharded, share, start,
 };
 
 /// A trial with adapters of rank 2 on all its matrices.
@@ -164,4 +165,27 @@ fn the_whole_model_is_in_full_precision_and_its_adapters_merge_as_on_one_device(
         })
         .unwrap();
     }
+}
+
+/// One layer that stays as each rank has built it.
+#[derive(Module, Debug, Sharded)]
+struct Ignoring {
+    #[shard(unit)]
+    inside: Linear,
+    #[shard(ignore)]
+    outside: Linear,
+}
+
+#[test]
+fn an_adapter_on_a_field_that_is_not_sharded_is_refused_by_name() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| {
+        let device = rank.device();
+        let turn = seeded(&device, SEED);
+        let linear = || LinearConfig::new(4, 4).init(&device);
+        let model = Ignoring { inside: linear(), outside: linear() }.apply_lora(Lora::new(2, 4.0));
+        drop(turn);
+        rank.shard(model).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("`outside.weight`") && error.contains("set_param_group"), "{error}");
 }

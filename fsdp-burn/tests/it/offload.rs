@@ -328,14 +328,15 @@ fn damage_on_one_ranks_disk_ends_every_rank_with_the_place_and_leaves_nothing() 
     for (what, harm, tiers, words) in [
         ("damaged blocks of parameters", overwrite, [off, off, on], ["damaged", "checkpoint"]),
         ("damaged optimizer state", overwrite, [on, off, off], ["damaged", "checkpoint"]),
-        ("a file that was cut", cut, [on, off, off], ["too early", "checkpoint"]),
-        ("parameters that were cut", cut, [off, off, on], ["too early", "checkpoint"]),
+        ("a file that was cut", cut, [on, off, off], ["too early|damaged", "checkpoint"]),
+        ("parameters that were cut", cut, [off, off, on], ["too early|damaged", "checkpoint"]),
         ("a directory that was removed", remove, [on, on, on], ["was removed", "checkpoint"]),
     ] {
         let (error, errors) = fails(&scratch, tiers, harm);
         let text = error.to_string();
         for word in words.into_iter().chain(["offset", "rank-"]) {
-            assert!(text.contains(word), "{what}: `{word}` is not in: {text}");
+            // A write behind the cut makes the file long again, with a hole.
+            assert!(word.split('|').any(|word| text.contains(word)), "{what}: `{word}` is not in: {text}");
         }
         // Ranks that fail inside of forward unwind past the program; the others return what ended them.
         assert!(errors.iter().all(|error| error.contains("offset")), "{what}: {errors:?}");

@@ -189,10 +189,10 @@ fn a_save_is_decided_together_and_one_that_is_not_ends_all_ranks_with_the_operat
         assert_eq!(together, vec![vec![1, 2, 3, 4]; 3], "{stage}");
 
         let begun = Instant::now();
-        let impatient = Config { timeout_s: 2.0, ..config(stage, 3) };
+        let impatient = Config { timeout_s: 8.0, ..config(stage, 3) };
         let alone = saving(&impatient, "alone", |rank, loss| Ok(rank.rank() == 1 && loss < 10.0));
         let error = alone.unwrap_err().to_string();
-        assert!(begun.elapsed() < Duration::from_secs(20), "{stage}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(40), "{stage}: {:?}", begun.elapsed());
         // Whoever gives up first: rank 1 in the save, or another in the next step.
         let is_told = error.contains("for rank 1") || error.contains("rank 1 waited") && error.contains("checkpoint");
         assert!(is_told && error.contains("step 1"), "{stage}: {error}");

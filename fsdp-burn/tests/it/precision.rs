@@ -2,11 +2,11 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{DType, FloatDType, Gradients, Tensor};
 use fsdp_burn::{
-    Accumulate, Config, Dtype, Error, LossScale, NonFinite, OpKind, PrecisionConfig, Sharded, Stage, StepOutcome,
-    TrainingConfig, launch,
+    Accumulate, Axis, Config, Dtype, Error, LossScale, Mesh, NonFinite, OpKind, PrecisionConfig, Sharded, Stage,
+    StepOutcome, TrainingConfig, launch,
 };
 
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
@@ -252,6 +252,33 @@ fn a_unit_can_have_a_precision_of_its_own() {
             }
             let said = "parameters and optimizer state in f32, computed in f32 and bf16, gradients sent in f32";
             assert!(model.summary().contains(said), "{}", model.summary());
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+/// A model whose gradient is 40000 everywhere: two of them are beyond f16.
+#[derive(Module, Debug, Sharded)]
+struct Steep {
+    #[shard(unit)]
+    slope: Param<Tensor<2>>,
+}
+
+#[test]
+fn half_precision_sums_over_shards_do_not_overflow_where_the_mean_does_not() {
+    for axes in [vec![(Axis::Shard, 4)], vec![(Axis::Replicate, 2), (Axis::Shard, 2)]] {
+        let mut config = half(Stage::Parameters, 4, Dtype::F32);
+        (config.mesh, config.precision.reduce) = (Some(Mesh::new(axes).unwrap()), Dtype::F16);
+        config.precision.loss_scale = Some(LossScale::Fixed(1.0));
+        launch(&config, |rank| {
+            let slope = Param::from_tensor(Tensor::zeros([4, 3], &rank.device()));
+            let mut model = rank.shard(Steep { slope })?;
+            let mut optim = rank.optimizer(SgdConfig::new().init())?;
+            let gradients = model.backward(model.slope.val().mul_scalar(40000.0).sum())?;
+            optim.step(1e-5, &mut model, gradients)?;
+            let weights = weights(&model)?;
+            assert!(weights[0].1.iter().all(|value| (value + 0.4).abs() < 1e-3), "{weights:?}");
             Ok(())
         })
         .unwrap();

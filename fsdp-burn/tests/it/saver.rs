@@ -92,13 +92,13 @@ fn a_save_that_fails_in_the_background_is_every_ranks_error_after_the_next_step_
         step(0, &mut model, &mut optim)?;
         saver.save(&model, &optim, BTreeMap::new())?;
         let mut failure = None;
-        for batch in 1..100 {
+        for batch in 1..10_000 {
             step(batch, &mut model, &mut optim)?;
             if let Err(error) = saver.poll() {
                 failure = Some((batch, error.to_string()));
                 break;
             }
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(Duration::from_millis(5));
         }
         let (batch, error) = failure.expect("the save has failed");
         // All ranks are told in the same call, or they would not agree on this.

@@ -53,6 +53,8 @@ pub(super) struct Op {
     /// Where in the file the part begins.
     pub(super) offset: u64,
     pub(super) chunk: Chunk,
+    /// Past the page cache, which the disk may refuse.
+    pub(super) direct: bool,
     /// What is still to be moved, of the buffer.
     pub(super) part: Range<usize>,
     /// The job it belongs to, and its number there.

@@ -15,7 +15,7 @@ use super::TierError;
 const SUFFIX: &str = ".tier";
 
 /// How long a lock is waited for: the kernel ends the transfers of a process that was killed a moment after it.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(4);
 
 /// How often it is asked for.
 const PAUSE: Duration = Duration::from_millis(20);

@@ -235,7 +235,8 @@ impl Worker {
         let (direction, id) = (job.direction(), job.id);
         self.num_in_flight += 1;
         self.busy_since.get_or_insert_with(Instant::now);
-        self.engine.submit(Op { direction, file: self.file.file.clone(), offset, chunk, part, job: id, block });
+        let (file, direct) = (self.file.file.clone(), self.file.is_direct());
+        self.engine.submit(Op { direction, file, offset, chunk, direct, part, job: id, block });
     }
 
     /// The system has answered for one block, or for a part of it.
@@ -257,9 +258,10 @@ impl Worker {
             }
             Ok(_) => self.arrived(index, &op).err(),
             Err(error) if is_passing(&error) => return self.engine.submit(op),
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput && self.file.is_direct() => {
-                // The disk asks for more than was known when the file was opened.
-                match self.file.give_up_direct() {
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput && op.direct => {
+                // The disk asks for more than was known when the file was opened. Others may be in flight like this one.
+                op.direct = false;
+                match if self.file.is_direct() { self.file.give_up_direct() } else { Ok(()) } {
                     Ok(()) => return self.engine.submit(op),
                     Err(error) => Some(self.file.error(op.direction.verb(), offset, bytes, error)),
                 }

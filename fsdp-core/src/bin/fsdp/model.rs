@@ -95,6 +95,11 @@ impl ModelArgs {
     /// The model with its training in the element type of the configuration.
     pub(crate) fn model(&self, config: &Config) -> Result<Model, Box<dyn std::error::Error>> {
         let (shape, transformer, told) = self.shape()?;
+        if let Some(key) = config.offload.nvme_key() {
+            eprintln!(
+                "`offload.{key}` is not part of the plan: what it puts on a disk is counted in memory, and its time is not"
+            );
+        }
         let (precision, precision_name) = match config.precision.parameters {
             Dtype::F32 | Dtype::F64 => (ComputePrecision::F32, "float32".to_owned()),
             half => (ComputePrecision::Mixed16, format!("{half} with float32 master weights")),

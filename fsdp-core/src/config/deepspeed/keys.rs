@@ -52,7 +52,7 @@ const BUCKET: &str = "a unit is a bucket: its size comes from the model's #[shar
 const OVERLAP: &str = "communication runs beside the computation always, with the same bits";
 const LOGS: &str = "what is logged is the program's matter (tracing, EngineStats, a trace)";
 const SAVES: &str = "checkpoints are sharded, and load on any number of ranks; `fsdp consolidate` makes plain files";
-const LOCALITY: &str = "there is no NVMe or CPU buffer to size";
+const LOCALITY: &str = "offload is not translated; see `nvme_buffer_bytes` and `nvme_block_bytes` under [offload]";
 const SCALE: &str = "the dynamic scale begins with 65536, halves at once and doubles after 2000 good steps";
 const PERSIST: &str = "mark small fields #[shard(replicate)]; what no attribute names stays gathered as the root unit";
 

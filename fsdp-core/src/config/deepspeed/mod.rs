@@ -221,7 +221,7 @@ impl Translator<'_> {
 impl TranslatedItem {
     fn value_of(value: &Value) -> String {
         match value {
-            Value::Text(text) => format!("\"{text}\""),
+            Value::Text(text) => format!("{text:?}"),
             Value::Bool(value) => value.to_string(),
             other => other.to_string(),
         }

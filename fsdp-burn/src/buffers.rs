@@ -164,9 +164,9 @@ impl ModuleMapper for Taker<'_> {
         if !is_param {
             return param;
         }
-        let placeholder = Param::initialized(param.id, Tensor::zeros([1; D], &Device::flex()));
+        let stand_in = Param::initialized(param.id, Tensor::zeros([1; D], &Device::flex()));
         self.params.push_back(Box::new(param));
-        placeholder
+        stand_in
     }
 }
 

@@ -1,54 +1,16 @@
 //! LoRA: base and adapters sharded, and only the adapters trained.
 
-use std::ops::Range;
-
-use burn::module::{Lora, Module, ModuleMapper, Param};
+use burn::module::{Lora, Module};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_burn::{Dtype, OpKind, Sharded, Stage, launch};
 use fsdp_core::checkpoint::{Manifest, TensorKind};
 
-use crate::common::models::{Gpt, Mlp, RecomputedGpt, Trial, noise};
+use crate::common::models::{Adapted, Gpt, Mlp, RecomputedGpt, Trial};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, SEED, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar,
     seeded, sharded, share, start,
 };
-
-/// A trial with adapters of rank 2 on all its matrices.
-#[derive(Module, Debug, Sharded)]
-struct Adapted<M: Module + Sharded> {
-    #[shard(nested)]
-    model: M,
-}
-
-/// Gives each parameter other numbers, and the same in every run.
-struct Fill(u64);
-
-impl ModuleMapper for Fill {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.0 += 1;
-        let trained = param.is_require_grad();
-        param.map(|value| {
-            let values = noise(self.0, value.shape().num_elements());
-            let data = TensorData::new(values, value.shape());
-            (Tensor::from_data(data, &value.device()) * 0.3).detach().set_require_grad(trained)
-        })
-    }
-}
-
-impl<M: Trial> Trial for Adapted<M> {
-    const DRAWS_AT_ONCE: bool = true;
-
-    fn build(device: &Device) -> Self {
-        // Adapters initialise their bases at once and on every rank, where seeds would depend on who comes first.
-        Self { model: M::build(device).apply_lora(Lora::new(2, 3.0)).map(&mut Fill(0)) }
-    }
-
-    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
-        self.model.loss(batch, samples, device)
-    }
-}
 
 /// Plain Burn on one device.
 fn plain<M: Trial>(optimizer: Optimizer) -> Outcome {

@@ -1,10 +1,8 @@
 //! A sharded model becomes the model that it was.
 
-use burn::module::{Lora, Module, ModuleMapper, Param};
-use burn::tensor::{Device, Tensor, TensorData};
-use fsdp_burn::{Dtype, Sharded, Stage, launch};
+use fsdp_burn::{Dtype, Stage, launch};
 
-use crate::common::models::{ConvNet, Gpt, Layouts, Mlp, Trial, noise};
+use crate::common::models::{Adapted, ConvNet, Gpt, Layouts, Mlp, Trial};
 use crate::common::run::{Optimizer, SEED, config, plain_weights, scalar, seeded, share, start, weights};
 
 /// Trains two steps and compares the whole model with what is sharded, on every rank.
@@ -43,39 +41,6 @@ fn check<M: Trial>(stage: Stage, parameters: Dtype) {
     }
 }
 
-/// [`Mlp`] with adapters.
-#[derive(Module, Debug, Sharded)]
-struct Adapted {
-    #[shard(nested)]
-    model: Mlp,
-}
-
-/// Gives each parameter the same numbers in every run.
-struct Fill(u64);
-
-impl ModuleMapper for Fill {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.0 += 1;
-        let trained = param.is_require_grad();
-        param.map(|value| {
-            let data = TensorData::new(noise(self.0, value.shape().num_elements()), value.shape());
-            (Tensor::from_data(data, &value.device()) * 0.3).detach().set_require_grad(trained)
-        })
-    }
-}
-
-impl Trial for Adapted {
-    const DRAWS_AT_ONCE: bool = true;
-
-    fn build(device: &Device) -> Self {
-        Self { model: Mlp::build(device).apply_lora(Lora::new(2, 3.0)).map(&mut Fill(0)) }
-    }
-
-    fn loss(&self, batch: usize, samples: std::ops::Range<usize>, device: &Device) -> Tensor<1> {
-        self.model.loss(batch, samples, device)
-    }
-}
-
 #[test]
 fn the_whole_model_is_the_one_that_was_sharded_with_the_weights_of_now() {
     for stage in Stage::ALL {
@@ -90,7 +55,7 @@ fn the_whole_model_is_the_one_that_was_sharded_with_the_weights_of_now() {
 fn the_whole_model_has_masters_and_adapters_and_not_what_is_computed_with() {
     for stage in Stage::ALL {
         check::<Mlp>(stage, Dtype::Bf16);
-        check::<Adapted>(stage, Dtype::F32);
-        check::<Adapted>(stage, Dtype::Bf16);
+        check::<Adapted<Mlp>>(stage, Dtype::F32);
+        check::<Adapted<Mlp>>(stage, Dtype::Bf16);
     }
 }

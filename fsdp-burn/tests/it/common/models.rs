@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Module, ModuleDisplay, Param};
+use burn::module::{Lora, Module, ModuleDisplay, ModuleMapper, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{CrossEntropyLossConfig, MseLoss, Reduction};
 use burn::nn::pool::{AvgPool2d, AvgPool2dConfig};
@@ -498,5 +498,40 @@ impl Trial for Normed {
         let x = self.middle.forward(gelu(self.inner.forward(x)));
         let x = self.scaled.forward(gelu(self.outer.forward(x)));
         distance(self.output.forward(x), batch, samples, device)
+    }
+}
+
+/// A trial with adapters of rank 2 on all its matrices.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Adapted<M: Module + Sharded> {
+    #[shard(nested)]
+    pub(crate) model: M,
+}
+
+/// Gives each parameter other numbers, and the same in every run.
+struct Fill(u64);
+
+impl ModuleMapper for Fill {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0 += 1;
+        let trained = param.is_require_grad();
+        param.map(|value| {
+            let values = noise(self.0, value.shape().num_elements());
+            let data = TensorData::new(values, value.shape());
+            (Tensor::from_data(data, &value.device()) * 0.3).detach().set_require_grad(trained)
+        })
+    }
+}
+
+impl<M: Trial> Trial for Adapted<M> {
+    const DRAWS_AT_ONCE: bool = true;
+
+    fn build(device: &Device) -> Self {
+        // Adapters initialise their bases at once and on every rank, where seeds would depend on who comes first.
+        Self { model: M::build(device).apply_lora(Lora::new(2, 3.0)).map(&mut Fill(0)) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        self.model.loss(batch, samples, device)
     }
 }

@@ -72,10 +72,14 @@ mod transformer;
 mod unit_state;
 
 pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
+#[cfg(target_os = "linux")]
+pub use comm::hosts;
 pub use comm::{
-    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
+    AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use comm::{Mpi, MpiWorld};
 pub use config::{
     Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, OffloadConfig,
     Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated, TranslatedItem, config_keys,

@@ -96,7 +96,7 @@ impl LocalWorld {
 }
 
 /// A mismatch concerns every rank alike; other causes are reported as the reason of an abort.
-fn ended(rank: usize, cause: &AbortCause) -> CommError {
+pub(super) fn ended(rank: usize, cause: &AbortCause) -> CommError {
     match cause {
         AbortCause::Collective(error) if matches!(**error, CommError::Mismatch { .. }) => (**error).clone(),
         _ => CommError::Aborted { rank, cause: cause.clone() },

@@ -12,9 +12,14 @@
 
 mod call;
 mod check;
+mod control;
 pub(crate) mod error;
 mod faulty;
+#[cfg(target_os = "linux")]
+pub mod hosts;
 mod local;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi;
 mod op;
 mod pool;
 mod recorder;
@@ -27,9 +32,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+pub use control::Control;
 pub use error::{AbortCause, CommError, Issued};
 pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use mpi::{Mpi, MpiWorld};
 pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
 pub use recorder::{LoggedOp, OpCount, Recorder, Traffic};
 pub use stream::{CommStream, Pending, Timing};

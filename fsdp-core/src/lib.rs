@@ -73,7 +73,7 @@ mod unit_state;
 
 pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
 pub use comm::{
-    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
+    AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{

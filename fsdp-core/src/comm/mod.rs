@@ -12,6 +12,7 @@
 
 mod call;
 mod check;
+mod control;
 pub(crate) mod error;
 mod faulty;
 mod local;
@@ -27,6 +28,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+pub use control::Control;
 pub use error::{AbortCause, CommError, Issued};
 pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;

@@ -40,6 +40,8 @@
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `launcher` | which rank a process is, by what its launcher has set |
+//! | `net` | how processes find each other, and learn of each other's failures |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
@@ -52,10 +54,12 @@ mod cost;
 mod dtype;
 mod forecast;
 mod hardware;
+mod launcher;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+mod net;
 mod plan;
 mod policy;
 mod profile;
@@ -84,10 +88,12 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, NamedLink, Network, Placement};
+pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
+pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};

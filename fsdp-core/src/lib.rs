@@ -42,6 +42,7 @@
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
 //! | `launcher` | which rank a process is, by what its launcher has set |
 //! | `net` | how processes find each other, and learn of each other's failures |
+//! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
@@ -66,6 +67,7 @@ mod profile;
 mod schedule;
 mod shape;
 mod simulate;
+mod socket;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
@@ -104,6 +106,7 @@ pub use simulate::{
     Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
     sensitivity, simulate, timeline,
 };
+pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};

@@ -166,6 +166,17 @@ pub enum CommError {
     },
 }
 
+impl CommError {
+    /// What a call of `rank` returns after the world was aborted. A mismatch concerns every rank alike; other causes are
+    /// reported as the reason of an abort.
+    pub(crate) fn ended(rank: usize, cause: &AbortCause) -> Self {
+        match cause {
+            AbortCause::Collective(error) if matches!(**error, CommError::Mismatch { .. }) => (**error).clone(),
+            _ => CommError::Aborted { rank, cause: cause.clone() },
+        }
+    }
+}
+
 /// What one rank issued, for the report of a mismatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issued {

@@ -11,7 +11,7 @@
 //! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
 
 pub(crate) mod call;
-mod check;
+pub(crate) mod check;
 mod control;
 pub(crate) mod error;
 mod faulty;
@@ -19,9 +19,9 @@ mod local;
 mod op;
 mod pool;
 mod recorder;
-mod shared;
+pub(crate) mod shared;
 mod stream;
-mod sum;
+pub(crate) mod sum;
 
 use std::fmt::Debug;
 use std::sync::Arc;

@@ -125,7 +125,11 @@ fn a_choice_looks_at_one_launcher_only() {
     let find = |choice| Started::find(&both, choice, 1, Some(4000));
     assert_eq!(find(LauncherChoice::Threads), Ok(Started::Threads));
     let Ok(Started::Process(process)) = find(LauncherChoice::Only(Launcher::Torchrun)) else { panic!() };
-    assert_eq!((process.rank, process.rendezvous), (1, Some(("h".to_owned(), 4000))), "the port is the configuration's");
+    assert_eq!(
+        (process.rank, process.rendezvous),
+        (1, Some(("h".to_owned(), 4000))),
+        "the port is the configuration's"
+    );
     let Ok(Started::Process(process)) = find(LauncherChoice::Only(Launcher::Mpirun)) else { panic!() };
     assert_eq!((process.rank, process.world_size), (0, 2));
     let nobody = Started::find(&Environment::new(), LauncherChoice::Only(Launcher::Srun), 1, None);

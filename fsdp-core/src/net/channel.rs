@@ -134,7 +134,8 @@ impl ControlChannel {
         let failed = |source| RendezvousError::Io { rank, what: "cannot start the control channel", source };
         let (commands, queue) = channel();
         let (node, waker) = Node::new(shared.clone(), pace, streams, queue).map_err(failed)?;
-        let thread = thread::Builder::new().name(format!("control-{rank}")).spawn(move || node.run()).map_err(failed)?;
+        let thread =
+            thread::Builder::new().name(format!("control-{rank}")).spawn(move || node.run()).map_err(failed)?;
         let (commands, thread) = (Mutex::new(commands), Some(thread));
         Ok(Arc::new(Self { shared, member: member.clone(), commands, waker, thread, local, host }))
     }
@@ -173,9 +174,7 @@ impl ControlChannel {
         match self.shared.wait(Some(limit), |state| state.values.get(key).cloned()) {
             Waited::Ready(value) => Ok(value),
             Waited::Ended(cause) => Err(self.ended(&cause)),
-            Waited::TimeIsUp => {
-                Err(RendezvousError::NoValue { rank: self.rank(), key: key.to_owned(), waited: limit })
-            }
+            Waited::TimeIsUp => Err(RendezvousError::NoValue { rank: self.rank(), key: key.to_owned(), waited: limit }),
         }
     }
 

@@ -48,7 +48,9 @@ pub enum RendezvousError {
     /// Some ranks did not come.
     #[error(
         "rank {rank} waited {waited:?} at {address} for {}. See whether they were started, with the same address and secret, \
-         and whether they can reach this host{}", list(missing), turned_away(refused)
+         and whether they can reach this host{}",
+        list(missing),
+        turned_away(refused)
     )]
     Missing {
         /// The rank that waited.
@@ -65,7 +67,8 @@ pub enum RendezvousError {
     /// There is no secret.
     #[error(
         "ranks in several processes prove to each other that they belong together, by a secret of at least {} bytes, and \
-         {got}. Set FSDP_SECRET to the same random text for all ranks, `export FSDP_SECRET=$(openssl rand -hex 16)`", Secret::MIN_BYTES
+         {got}. Set FSDP_SECRET to the same random text for all ranks, `export FSDP_SECRET=$(openssl rand -hex 16)`",
+        Secret::MIN_BYTES
     )]
     NoSecret {
         /// What is there instead.
@@ -80,7 +83,9 @@ pub enum RendezvousError {
         cause: String,
     },
     /// Nobody has put a value in time.
-    #[error("rank {rank} waited {waited:?} for the value `{key}`, which no rank has put. Look for an error on the rank that does")]
+    #[error(
+        "rank {rank} waited {waited:?} for the value `{key}`, which no rank has put. Look for an error on the rank that does"
+    )]
     NoValue {
         /// The rank that waited.
         rank: usize,
@@ -189,7 +194,8 @@ impl fmt::Debug for Secret {
 
 fn list(ranks: &[usize]) -> String {
     let numbers: Vec<String> = ranks.iter().take(8).map(usize::to_string).collect();
-    let more = if ranks.len() > numbers.len() { format!(" and {} more", ranks.len() - numbers.len()) } else { String::new() };
+    let more =
+        if ranks.len() > numbers.len() { format!(" and {} more", ranks.len() - numbers.len()) } else { String::new() };
     format!("{} {}{more}", if ranks.len() == 1 { "rank" } else { "ranks" }, numbers.join(", "))
 }
 

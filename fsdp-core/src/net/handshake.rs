@@ -106,7 +106,12 @@ impl Terms<'_> {
     }
 
     /// Whether the joining side has been let in, by somebody who knows the secret.
-    pub(super) fn read_verdict(&self, verdict: &[u8; VERDICT_BYTES], ours: &Nonce, theirs: &Nonce) -> Result<(), Refusal> {
+    pub(super) fn read_verdict(
+        &self,
+        verdict: &[u8; VERDICT_BYTES],
+        ours: &Nonce,
+        theirs: &Nonce,
+    ) -> Result<(), Refusal> {
         let (code_bytes, proof) = verdict.split_at(1);
         let refusal = REFUSALS.into_iter().find(|&refusal| code(Some(refusal)) == code_bytes[0]);
         let is_proved = self.mac("listening", ours, theirs, code_bytes).verify_slice(proof).is_ok();

@@ -27,12 +27,7 @@ impl From<io::Error> for Failed {
 }
 
 /// Returns a connection to whoever listens at `address`, a host with a port, as rank `rank`.
-pub(crate) fn join(
-    address: &str,
-    rank: usize,
-    terms: &Terms,
-    limit: Duration,
-) -> Result<TcpStream, RendezvousError> {
+pub(crate) fn join(address: &str, rank: usize, terms: &Terms, limit: Duration) -> Result<TcpStream, RendezvousError> {
     let started = Instant::now();
     let mut last = None;
     loop {

@@ -18,6 +18,5 @@ mod wire;
 pub use channel::{ControlChannel, Member};
 pub use entrance::Entrance;
 pub use error::{Refusal, RendezvousError, Secret};
-pub(crate) use handshake::Terms;
 pub(crate) use join::join;
 pub use standing::{Standing, Stragglers};

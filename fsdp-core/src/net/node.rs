@@ -251,7 +251,8 @@ impl Node {
     fn report_lost(&mut self, rank: usize, how: String) {
         let standings = self.shared.standings();
         let longest = |standing: &Standing| standing.waiting.as_ref().map(|(_, waited)| *waited);
-        let waiting = standings.iter().filter(|standing| standing.rank != rank).max_by_key(|standing| longest(standing));
+        let waiting =
+            standings.iter().filter(|standing| standing.rank != rank).max_by_key(|standing| longest(standing));
         let missed = waiting.and_then(|standing| standing.waiting.clone()).map(|(issued, _)| issued);
         let last = standings.iter().find(|standing| standing.rank == rank).and_then(|standing| standing.last.clone());
         let how = match last {

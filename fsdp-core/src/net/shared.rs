@@ -46,13 +46,8 @@ impl Shared {
     pub(super) fn new(rank: usize, world_size: usize) -> Self {
         let told = || Told { heard: Instant::now(), waits: Vec::new(), last: None };
         let others = (0..world_size).filter(|&other| other != rank).map(|other| (other, told())).collect();
-        let state = State {
-            left: BTreeSet::new(),
-            values: BTreeMap::new(),
-            own: HashMap::new(),
-            own_last: None,
-            others,
-        };
+        let state =
+            State { left: BTreeSet::new(), values: BTreeMap::new(), own: HashMap::new(), own_last: None, others };
         Self { rank, world_size, cause: OnceLock::new(), state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -110,10 +105,8 @@ impl Shared {
     pub(super) fn own(&self) -> (Vec<WireWait>, Option<Issued>) {
         let state = self.lock();
         let waits = state.own.values().take(MAX_WAITS);
-        let waits = waits.map(|(issued, since)| WireWait {
-            issued: issued.into(),
-            millis: since.elapsed().as_millis() as u64,
-        });
+        let waits =
+            waits.map(|(issued, since)| WireWait { issued: issued.into(), millis: since.elapsed().as_millis() as u64 });
         (waits.collect(), state.own_last.clone())
     }
 

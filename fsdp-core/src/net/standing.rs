@@ -39,7 +39,8 @@ impl Stragglers {
         let waits = standings.iter().filter_map(|standing| standing.waiting.as_ref());
         let (operation, waited) = waits.filter(|(_, waited)| *waited >= patience).max_by_key(|(_, waited)| *waited)?;
         let waits_in_it = |standing: &Standing| {
-            let is_it = |(issued, _): &(Issued, Duration)| (issued.kind, &issued.tag) == (operation.kind, &operation.tag);
+            let is_it =
+                |(issued, _): &(Issued, Duration)| (issued.kind, &issued.tag) == (operation.kind, &operation.tag);
             standing.waiting.as_ref().is_some_and(is_it)
         };
         let (waiting, others): (Vec<_>, Vec<_>) = standings.iter().partition(|standing| waits_in_it(standing));

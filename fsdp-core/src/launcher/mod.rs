@@ -83,6 +83,8 @@ pub struct ProcessRank {
     pub world_size: usize,
     /// Its number among the processes of its host, if the launcher tells.
     pub local_rank: Option<usize>,
+    /// Processes of its host, if the launcher tells.
+    pub local_size: Option<usize>,
     /// Where rank 0 listens, if the environment tells: a host and a port.
     pub rendezvous: Option<(String, u16)>,
     /// The variables that told, for the eye.
@@ -141,6 +143,7 @@ impl Started {
             rank: first.rank,
             world_size: first.world_size,
             local_rank: first.local_rank,
+            local_size: first.local_size,
             rendezvous: variables::rendezvous(variables, launcher, port)?,
             told_by: format!("{}, {}", first.told_rank(), first.told_size()),
         }))
@@ -167,6 +170,16 @@ fn check_agreement(variables: &Environment, first: &Seen, other: &Seen) -> Resul
         return Ok(());
     }
     Err(LauncherError::Disagree { first: inner, told: first.told(), second: outer, second_told: other.told() })
+}
+
+impl Started {
+    /// Whether this process has rank 0, which prints.
+    pub fn is_main(&self) -> bool {
+        match self {
+            Started::Threads => true,
+            Started::Process(process) => process.rank == 0,
+        }
+    }
 }
 
 impl fmt::Display for Started {

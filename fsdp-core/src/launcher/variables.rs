@@ -9,6 +9,7 @@ pub(super) struct Family {
     rank: &'static str,
     world_size: &'static str,
     local_rank: &'static str,
+    local_size: &'static str,
     /// Whether the rank's variable may stand alone: SLURM sets it in batch scripts too, which are no ranks.
     rank_may_stand_alone: bool,
 }
@@ -20,6 +21,7 @@ pub(super) const FAMILIES: [Family; 4] = [
         rank: "OMPI_COMM_WORLD_RANK",
         world_size: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
         rank_may_stand_alone: false,
     },
     // MPICH's Hydra and SLURM's PMI.
@@ -28,6 +30,7 @@ pub(super) const FAMILIES: [Family; 4] = [
         rank: "PMI_RANK",
         world_size: "PMI_SIZE",
         local_rank: "MPI_LOCALRANKID",
+        local_size: "MPI_LOCALNRANKS",
         rank_may_stand_alone: false,
     },
     Family {
@@ -35,6 +38,7 @@ pub(super) const FAMILIES: [Family; 4] = [
         rank: "RANK",
         world_size: "WORLD_SIZE",
         local_rank: "LOCAL_RANK",
+        local_size: "LOCAL_WORLD_SIZE",
         rank_may_stand_alone: false,
     },
     Family {
@@ -42,6 +46,7 @@ pub(super) const FAMILIES: [Family; 4] = [
         rank: "SLURM_PROCID",
         world_size: "SLURM_STEP_NUM_TASKS",
         local_rank: "SLURM_LOCALID",
+        local_size: "SLURM_NTASKS_PER_NODE",
         rank_may_stand_alone: true,
     },
 ];
@@ -53,6 +58,7 @@ pub(super) struct Seen<'a> {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) local_rank: Option<usize>,
+    pub(super) local_size: Option<usize>,
 }
 
 impl Family {
@@ -70,7 +76,8 @@ impl Family {
             (None, Some(world_size)) => half(self.world_size, world_size, self.rank),
             (Some(rank), Some(world_size)) => {
                 let local_rank = number(variables, self.local_rank)?;
-                let seen = Seen { family: self, rank, world_size, local_rank };
+                let local_size = number(variables, self.local_size)?;
+                let seen = Seen { family: self, rank, world_size, local_rank, local_size };
                 if rank < world_size {
                     return Ok(Some(seen));
                 }

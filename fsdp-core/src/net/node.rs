@@ -197,9 +197,14 @@ impl Node {
         if from.is_none() && !self.is_hub() && self.peers.contains_key(&0) {
             return self.tell(0, &Message::Abort(cause));
         }
-        if self.shared.end(cause.clone().into()) && self.is_hub() {
-            self.pass_on(None, &Message::Abort(cause));
+        if self.shared.cause.get().is_some() {
+            return;
         }
+        // First the others, since this process may end as soon as its program knows.
+        if self.is_hub() {
+            self.pass_on(None, &Message::Abort(cause.clone()));
+        }
+        self.shared.end(cause.into());
     }
 
     /// To everyone but the one it comes from. Only rank 0 has several to tell.

@@ -63,12 +63,11 @@ impl Shared {
         result
     }
 
-    /// The first cause wins. Returns whether this one did.
-    pub(super) fn end(&self, cause: AbortCause) -> bool {
-        let won = self.cause.set(cause).is_ok();
+    /// The first cause wins.
+    pub(super) fn end(&self, cause: AbortCause) {
+        let _ = self.cause.set(cause);
         // Under the lock, so that whoever looks and falls asleep hears it.
         self.change(|_| ());
-        won
     }
 
     /// Waits until `ready` gives something, the run has ended, or the time is up.

@@ -40,6 +40,9 @@
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `launcher` | which rank a process is, by what its launcher has set |
+//! | `net` | how processes find each other, and learn of each other's failures |
+//! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
@@ -52,16 +55,21 @@ mod cost;
 mod dtype;
 mod forecast;
 mod hardware;
+mod launcher;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi;
+mod net;
 mod plan;
 mod policy;
 mod profile;
 mod schedule;
 mod shape;
 mod simulate;
+mod socket;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
@@ -78,8 +86,6 @@ pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
-#[cfg(all(feature = "mpi", target_os = "linux"))]
-pub use comm::{Mpi, MpiWorld};
 pub use config::{
     Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, OffloadConfig,
     Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated, TranslatedItem, config_keys,
@@ -88,10 +94,14 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, NamedLink, Network, Placement};
+pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use mpi::{Mpi, MpiWorld};
+pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};
@@ -102,6 +112,7 @@ pub use simulate::{
     Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
     sensitivity, simulate, timeline,
 };
+pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};

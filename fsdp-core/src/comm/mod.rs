@@ -10,22 +10,20 @@
 //! Sums are added in the order of ranks, `((r0 + r1) + r2) + ...`, then scaled, by whichever rank and in whatever
 //! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
 
-mod call;
-mod check;
+pub(crate) mod call;
+pub(crate) mod check;
 mod control;
 pub(crate) mod error;
 mod faulty;
 #[cfg(target_os = "linux")]
 pub mod hosts;
 mod local;
-#[cfg(all(feature = "mpi", target_os = "linux"))]
-mod mpi;
 mod op;
 mod pool;
 mod recorder;
-mod shared;
+pub(crate) mod shared;
 mod stream;
-mod sum;
+pub(crate) mod sum;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -36,8 +34,6 @@ pub use control::Control;
 pub use error::{AbortCause, CommError, Issued};
 pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;
-#[cfg(all(feature = "mpi", target_os = "linux"))]
-pub use mpi::{Mpi, MpiWorld};
 pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
 pub use recorder::{LoggedOp, OpCount, Recorder, Traffic};
 pub use stream::{CommStream, Pending, Timing};

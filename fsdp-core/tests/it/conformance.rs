@@ -6,6 +6,7 @@ use std::time::Duration;
 use fsdp_core::testing::conformance::check_all;
 use fsdp_core::{Communicator, FaultPlan, Faulty, Link, LocalWorld, Recorder, Traffic};
 
+use crate::sockets;
 use crate::streamed::Streamed;
 
 fn wrapped(
@@ -17,6 +18,11 @@ fn wrapped(
 #[test]
 fn threads_keep_every_promise() {
     check_all(LocalWorld::connect);
+}
+
+#[test]
+fn sockets_keep_every_promise() {
+    check_all(|world_size, timeout| sockets::connect(world_size, timeout));
 }
 
 #[test]

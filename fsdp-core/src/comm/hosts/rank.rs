@@ -25,7 +25,7 @@ const COMPLETE: u64 = 2;
 
 /// One rank's end of a channel or a group.
 #[derive(Debug)]
-pub(super) struct ProcessRank {
+pub(super) struct HostRank {
     domain: Arc<Domain>,
     state: Mutex<State>,
     /// How many channels and groups of each name this rank has asked for.
@@ -54,7 +54,7 @@ struct Note<'a> {
     call: &'a [u8],
 }
 
-impl ProcessRank {
+impl HostRank {
     pub(super) fn create(domain: Arc<Domain>) -> Arc<dyn Communicator> {
         Arc::new(Self { domain, state: Mutex::default(), num_made: Mutex::default() })
     }
@@ -382,7 +382,7 @@ unsafe fn view(held: Arc<Held>) -> Bytes {
     Bytes::from_owner(View(held))
 }
 
-impl Communicator for ProcessRank {
+impl Communicator for HostRank {
     fn rank(&self) -> usize {
         self.domain.rank
     }
@@ -546,7 +546,7 @@ impl Communicator for ProcessRank {
     }
 }
 
-impl ProcessRank {
+impl HostRank {
     /// As a rank that is not the root.
     fn receive_broadcast(&self, op: &Op, root: usize) -> Result<Bytes, CommError> {
         let domain = &*self.domain;

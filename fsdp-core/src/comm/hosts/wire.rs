@@ -4,16 +4,6 @@ use super::super::call::{Call, CallPart};
 use super::super::{OpKind, OpTag, Phase};
 use crate::{Dtype, ShardLayout};
 
-const PHASES: [Phase; 7] = [
-    Phase::Init,
-    Phase::Forward,
-    Phase::Backward,
-    Phase::Optimizer,
-    Phase::Evaluate,
-    Phase::Checkpoint,
-    Phase::Control,
-];
-
 /// Stands for what a call does not have.
 const NONE: u64 = u64::MAX;
 
@@ -21,7 +11,7 @@ pub(super) fn encode(call: &Call) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(64 + call.tag.unit.len() + 48 * call.parts.len());
     let mut put = |number: u64| bytes.extend_from_slice(&number.to_le_bytes());
     put(place(&OpKind::ALL, &call.kind));
-    put(place(&PHASES, &call.tag.phase));
+    put(place(&Phase::ALL, &call.tag.phase));
     put(call.tag.step);
     put(call.root.map_or(NONE, |root| root as u64));
     put(u64::from(call.scale.is_some()));
@@ -48,7 +38,7 @@ pub(super) fn decode(bytes: &[u8]) -> Option<Call> {
         Some(u64::from_le_bytes(*number))
     };
     let kind = *OpKind::ALL.get(next()? as usize)?;
-    let phase = *PHASES.get(next()? as usize)?;
+    let phase = *Phase::ALL.get(next()? as usize)?;
     let step = next()?;
     let root = Some(next()?).filter(|&root| root != NONE).map(|root| root as usize);
     let (has_scale, scale) = (next()? == 1, f64::from_bits(next()?));
@@ -93,7 +83,7 @@ mod tests {
     #[test]
     fn every_call_reads_back_as_it_was() {
         for kind in OpKind::ALL {
-            for phase in PHASES {
+            for phase in Phase::ALL {
                 for dtype in Dtype::ALL.map(Some).into_iter().chain([None]) {
                     for call in [call(kind, phase, dtype), Call::new(kind, &OpTag::new(0, phase, ""))] {
                         let read = decode(&encode(&call)).unwrap();

@@ -5,13 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::super::control::Control;
-use super::super::local::ended;
 use super::super::{AbortCause, CommError, Communicator, Issued, OpKind, OpTag, Phase};
 use super::arena::Arena;
 use super::domain::Domain;
 use super::heap::Heap;
 use super::network::{Key, Network};
-use super::rank::ProcessRank;
+use super::rank::HostRank;
 use super::table::Table;
 
 /// The first channel's place in a [`Key`] is a hash; this one is for what is sent before there are channels.
@@ -86,7 +85,7 @@ pub fn connect(
     let waits = Mutex::default();
     let ranks = (0..hosts.len()).collect();
     let world = World { number, rank, timeout, control, network, hosts, local, arenas, heap, table, waits };
-    Ok(ProcessRank::create(Domain::create(Arc::new(world), String::new(), ranks)?))
+    Ok(HostRank::create(Domain::create(Arc::new(world), String::new(), ranks)?))
 }
 
 /// Tells every rank some text, and returns what each has told, before there are channels.
@@ -160,7 +159,7 @@ fn open(rank: usize, other: usize, place: &str) -> Result<Arc<Arena>, CommError>
 impl World {
     /// An error if the run has ended.
     pub(super) fn check_alive(&self) -> Result<(), CommError> {
-        self.control.aborted().map_or(Ok(()), |cause| Err(ended(self.rank, &cause)))
+        self.control.aborted().map_or(Ok(()), |cause| Err(CommError::ended(self.rank, &cause)))
     }
 
     /// Ends the run with this error; returns what this rank is told, which is another error if there was one before.
@@ -168,7 +167,7 @@ impl World {
         let ours = AbortCause::Collective(Box::new(error.clone()));
         self.control.abort(ours.clone());
         match self.control.aborted() {
-            Some(cause) if cause != ours => ended(self.rank, &cause),
+            Some(cause) if cause != ours => CommError::ended(self.rank, &cause),
             _ => error,
         }
     }

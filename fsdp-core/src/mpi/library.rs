@@ -1,17 +1,4 @@
-//! MPI between the hosts of a run, and to start the processes.
-//!
-//! [Note: One thread speaks MPI]
-//! MPI is initialised, called and finalised on one thread of the process, so any level of thread support of the library
-//! will do. Ranks hand it messages and wait in the [`Inbox`]. Requests are all non-blocking: the thread polls them while
-//! there are any, with pauses that grow to a fraction of a millisecond, since the cores are busy with training; without
-//! requests and without a rank that waits for another host it sleeps. On one host it therefore does nothing.
-//!
-//! All messages go through one duplicate of the world's communicator. What would be a communicator for each channel and
-//! group is a [`Key`] in a small frame in front of each message: MPI makes communicators collectively and in one order, but
-//! ranks ask for channels in any order and on any thread.
-//!
-//! The memory that ranks of a host share does not come from MPI: its shared windows are allocated and freed by all ranks
-//! together, but a gathered tensor lives until its last reader drops it. See [Note: One copy per host].
+//! The thread that speaks MPI: frames and payloads between any two ranks. See [Note: One thread speaks MPI].
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,9 +9,8 @@ use std::time::{Duration, Instant};
 
 use mpi::ffi;
 
-use super::control::Control;
-use super::hosts::{self, Frame, Inbox, Key, Network, Payload, Receipt, Span};
-use super::{AbortCause, CommError, Communicator, Issued, OpTag, Phase};
+use crate::hosts::{self, Frame, Inbox, Key, Network, Payload, Receipt, Span};
+use crate::{AbortCause, CommError, Control, Issued, OpTag, Phase};
 
 /// Of a frame; payloads have others.
 const FRAME_TAG: u64 = 1;
@@ -40,28 +26,6 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
 /// How long MPI may take to end after a run was aborted, since a rank that is gone does not take part.
 const END_LIMIT: Duration = Duration::from_secs(2);
-
-/// The world of an MPI launcher: `mpirun`, `mpiexec` or `srun`.
-#[derive(Debug)]
-pub struct MpiWorld;
-
-impl MpiWorld {
-    /// Connects this process with all others that the launcher has started. Every process makes the call, as often as the
-    /// others.
-    ///
-    /// Ranks of one host share memory, and one of them talks to the other hosts in gathers. `timeout` bounds every single
-    /// wait, not a step: it must exceed the longest time by which one rank may be ahead of another.
-    ///
-    /// MPI is initialised at the first call, and finalised when the process exits.
-    ///
-    /// # Errors
-    /// [`CommError::Engine`] if MPI cannot be used, and [`CommError::Timeout`] if a process does not come.
-    pub fn connect(control: Arc<dyn Control>, timeout: Duration) -> Result<Arc<dyn Communicator>, CommError> {
-        let mpi = Mpi::start()?;
-        let control = Arc::new(Noted { control, mpi: mpi.clone() });
-        hosts::connect(mpi, control, timeout)
-    }
-}
 
 /// MPI in this process: ranks, and messages between them.
 #[derive(Debug)]
@@ -198,9 +162,9 @@ const LEFT: Key = Key { world: 0, domain: 0, op: u64::MAX, stage: u64::MAX };
 
 /// Notes that a run was aborted, so that the end of MPI does not wait for ranks that are gone.
 #[derive(Debug)]
-struct Noted {
-    control: Arc<dyn Control>,
-    mpi: Arc<Mpi>,
+pub(super) struct Noted {
+    pub(super) control: Arc<dyn Control>,
+    pub(super) mpi: Arc<Mpi>,
 }
 
 impl Control for Noted {

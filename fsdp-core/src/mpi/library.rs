@@ -1,6 +1,8 @@
 //! The thread that speaks MPI: frames and payloads between any two ranks. See [Note: One thread speaks MPI].
 
 use std::ffi::{c_int, c_void};
+use std::fmt::{self, Debug};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -38,12 +40,19 @@ pub struct Mpi {
     aborted: AtomicBool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Orders {
     new: Vec<Order>,
+    calls: Vec<Box<dyn FnOnce() + Send>>,
     next_tag: u64,
     end: bool,
     ended: bool,
+}
+
+impl Debug for Orders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} orders and {} calls", self.new.len(), self.calls.len())
+    }
 }
 
 /// What the thread is to do.
@@ -85,6 +94,21 @@ impl Mpi {
     /// [`CommError::Timeout`] if a process does not come, [`CommError::Engine`] if MPI fails.
     pub fn exchange(&self, text: &str, timeout: Duration) -> Result<Vec<String>, CommError> {
         hosts::exchange(self, self.inbox.next_world(), 0, text, timeout)
+    }
+
+    /// Runs a function on the thread that speaks MPI, as the only one that may call the library. `None` if it panics or MPI
+    /// has ended.
+    ///
+    /// Meanwhile the ranks' own messages wait.
+    pub fn call<T: Send + 'static>(&self, function: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let (sender, result) = channel();
+        let run = move || {
+            // Whoever calls waits for this.
+            let _ = sender.send(function());
+        };
+        self.orders().calls.push(Box::new(run));
+        self.inbox.wake_engine();
+        result.recv().ok()
     }
 
     fn orders(&self) -> MutexGuard<'_, Orders> {
@@ -143,12 +167,8 @@ impl Network for Mpi {
         receipt
     }
 
-    fn leave(&self, world: u64) {
-        let mut orders = self.orders();
-        for to in (0..self.world_size).filter(|&to| to != self.rank) {
-            self.send_frame(&mut orders, to, Key { world, ..LEFT }, [0, 0], &[]);
-        }
-        drop(orders);
+    fn leave(&self, to: usize, world: u64) {
+        self.send_frame(&mut self.orders(), to, Key { world, ..LEFT }, [0, 0], &[]);
         self.inbox.wake_engine();
     }
 
@@ -197,7 +217,8 @@ extern "C" fn end_at_exit() {
     mpi.orders().end = true;
     mpi.inbox.wake_engine();
     let start = Instant::now();
-    while !mpi.orders().ended && !(mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > END_LIMIT) {
+    // The thread gives up on others after the limit, and then MPI itself has as long again.
+    while !mpi.orders().ended && !(mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > 2 * END_LIMIT) {
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -280,25 +301,33 @@ impl Engine {
         let mut pause = Duration::ZERO;
         let mut end: Option<Instant> = None;
         loop {
-            let (new, is_end) = {
+            let (new, calls, is_end) = {
                 let mut orders = self.mpi.orders();
-                (std::mem::take(&mut orders.new), orders.end)
+                (std::mem::take(&mut orders.new), std::mem::take(&mut orders.calls), orders.end)
             };
-            let mut has_worked = !new.is_empty();
+            let mut has_worked = !new.is_empty() || !calls.is_empty();
             for order in new {
                 self.begin(order)?;
             }
+            for call in calls {
+                // Its caller is told by the channel that is dropped.
+                let _ = catch_unwind(AssertUnwindSafe(call));
+            }
             has_worked |= self.take_frames()?;
             has_worked |= self.test()?;
-            if is_end {
-                let limit = *end.get_or_insert_with(|| Instant::now() + END_LIMIT);
-                if self.requests.is_empty() || Instant::now() > limit {
-                    return Ok(());
-                }
+            if is_end && end.is_none() {
+                // When all ranks have come here, nobody sends any more.
+                end = Some(Instant::now());
+                self.barrier()?;
+            }
+            if let Some(end) = end
+                && (self.requests.is_empty() || self.mpi.aborted.load(Ordering::Relaxed) && end.elapsed() > END_LIMIT)
+            {
+                return self.take_frames().map(drop);
             }
             if has_worked {
                 pause = Duration::ZERO;
-            } else if self.requests.is_empty() && !self.mpi.inbox.is_awaited() && !is_end {
+            } else if self.requests.is_empty() && !self.mpi.inbox.is_awaited() {
                 self.mpi.inbox.sleep_engine(None);
             } else if pause.is_zero() {
                 pause = Duration::from_micros(1);
@@ -329,6 +358,20 @@ impl Engine {
             self.requests.push(request);
         }
         self.flights.push(Flight { receipt, datatype, _bytes: bytes });
+        Ok(())
+    }
+
+    /// Begins a barrier, which is a request as others.
+    fn barrier(&mut self) -> Result<(), String> {
+        // SAFETY: See above.
+        unsafe {
+            let mut request = ffi::RSMPI_REQUEST_NULL;
+            check(ffi::MPI_Ibarrier(self.comm, &mut request), "MPI_Ibarrier")?;
+            self.requests.push(request);
+        }
+        // SAFETY: There is no memory.
+        let bytes = unsafe { Payload::new([], ()) };
+        self.flights.push(Flight { receipt: None, datatype: None, _bytes: bytes });
         Ok(())
     }
 

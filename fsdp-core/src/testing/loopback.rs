@@ -92,8 +92,8 @@ impl Network for Loopback {
         receipt
     }
 
-    fn leave(&self, world: u64) {
-        self.wires.iter().for_each(|wire| wire.inbox.leave(world, self.rank));
+    fn leave(&self, to: usize, world: u64) {
+        self.wire(to).inbox.leave(world, self.rank);
     }
 
     fn inbox(&self) -> &Inbox {

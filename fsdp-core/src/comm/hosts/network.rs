@@ -38,8 +38,8 @@ pub trait Network: Send + Sync + Debug {
     /// Writes the payload that a frame from `from` has announced into `payload`, which has that many bytes.
     fn receive(&self, from: usize, frame: Frame, payload: Payload) -> Receipt;
 
-    /// Tells all other ranks that this one makes no further call in this world.
-    fn leave(&self, world: u64);
+    /// Tells another rank that this one makes no further call in this world.
+    fn leave(&self, to: usize, world: u64);
 
     /// What has arrived.
     fn inbox(&self) -> &Inbox;

@@ -533,7 +533,9 @@ impl Communicator for HostRank {
         if let Some(local) = world.local.iter().position(|&rank| rank == world.rank) {
             world.table.left(local).store(1, Ordering::Release);
         }
-        world.network.leave(world.number);
+        // Ranks of this host see it in the table.
+        let far = |&rank: &usize| world.hosts[rank] != world.hosts[world.rank];
+        (0..world.hosts.len()).filter(far).for_each(|rank| world.network.leave(rank, world.number));
         world.control.leave();
     }
 

@@ -60,6 +60,8 @@ mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi;
 mod net;
 mod plan;
 mod policy;
@@ -78,6 +80,8 @@ mod transformer;
 mod unit_state;
 
 pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
+#[cfg(target_os = "linux")]
+pub use comm::hosts;
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
@@ -95,6 +99,8 @@ pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use mpi::{Mpi, MpiWorld};
 pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};

@@ -15,6 +15,8 @@ pub(crate) mod check;
 mod control;
 pub(crate) mod error;
 mod faulty;
+#[cfg(target_os = "linux")]
+pub mod hosts;
 mod local;
 mod op;
 mod pool;

@@ -4,7 +4,7 @@
 //!
 //! | word | meaning |
 //! |---|---|
-//! | *rank* | one participant, numbered from 0; here a thread |
+//! | *rank* | one participant, numbered from 0: a thread, or a process |
 //! | *world size* | number of ranks |
 //! | *mesh*, *axis* | the ranks as a grid; along `shard` they hold different parts, along `replicate` equal ones |
 //! | *coordinate* | a rank's index along one axis |
@@ -32,6 +32,7 @@
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
 //! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `launcher` | which rank a process is, by what its launcher has set |
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
@@ -40,7 +41,6 @@
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, and wrappers |
-//! | `launcher` | which rank a process is, by what its launcher has set |
 //! | `net` | how processes find each other, and learn of each other's failures |
 //! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |

@@ -10,6 +10,9 @@ use fsdp_core::{
     SocketWorld, Tier,
 };
 
+#[cfg(feature = "mpi")]
+use fsdp_core::{Launcher, MpiWorld};
+
 use super::LaunchOptions;
 use super::program::{Program, cause_of};
 use crate::{Error, Rank};
@@ -69,6 +72,10 @@ where
 /// The control channel, and what the rank communicates by.
 fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChannel>, Arc<dyn Communicator>), Error> {
     let ProcessRank { rank, world_size, .. } = *process;
+    #[cfg(feature = "mpi")]
+    if process.launcher == Launcher::Mpirun {
+        return connect_by_mpi(process, timeout);
+    }
     let Some((host, port)) = &process.rendezvous else {
         return Err(Error::Misuse {
             problem: format!("this process is {process}, but the program was built without MPI"),
@@ -85,6 +92,24 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
         _ => ControlChannel::join(&format!("{host}:{port}"), &member)?,
     };
     let communicator = SocketWorld::connect(control.clone(), timeout)?;
+    Ok((control, communicator))
+}
+
+/// MPI tells all where rank 0 listens, and the secret.
+#[cfg(feature = "mpi")]
+fn connect_by_mpi(
+    process: &ProcessRank,
+    timeout: Duration,
+) -> Result<(Arc<ControlChannel>, Arc<dyn Communicator>), Error> {
+    let control = MpiWorld::control(timeout)?;
+    if (control.rank(), control.world_size()) != (process.rank, process.world_size) {
+        let (rank, world_size) = (control.rank(), control.world_size());
+        return Err(Error::Misuse {
+            problem: format!("this process is {process}, but for the program's MPI it is rank {rank} of {world_size}"),
+            remedy: "start it with the `mpirun` of the MPI that the program was built with",
+        });
+    }
+    let communicator = MpiWorld::connect(control.clone(), timeout)?;
     Ok((control, communicator))
 }
 

@@ -21,6 +21,7 @@ mod optimizers;
 mod pace;
 mod parity;
 mod precision;
+mod processes;
 mod recompute;
 mod recovery;
 mod saver;

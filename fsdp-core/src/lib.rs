@@ -40,7 +40,7 @@
 //! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
-//! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `comm` | collectives: the contract, threads as ranks, processes that share memory ([`hosts`]), and wrappers |
 //! | `net` | how processes find each other, and learn of each other's failures |
 //! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |

@@ -18,6 +18,8 @@ mod lora;
 mod numbers;
 mod offload;
 mod optimizers;
+#[cfg(feature = "mpi")]
+mod over_mpi;
 mod pace;
 mod parity;
 mod precision;

@@ -18,16 +18,16 @@ use crate::common::models::{Mlp, Trial};
 use crate::common::processes::{Link, Processes, said};
 use crate::common::run::{Optimizer, Weights, config, share, start, weights};
 
-const CHILD: &str = "processes::child_is_a_rank";
+pub(crate) const CHILD: &str = "processes::child_is_a_rank";
 
 /// Steps of a run.
 const NUM_STEPS: usize = 60;
 
 /// The configured limit of runs that fail.
-const TIMEOUT_S: f64 = 6.0;
+pub(crate) const TIMEOUT_S: f64 = 6.0;
 
 /// Ends only what hangs.
-const LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 /// Trains from the newest checkpoint, if there is one, and saves after every other step; where `dir` is given.
 fn train(config: &Config, dir: Option<&Path>, panics_at: Option<(usize, usize)>) -> Result<Vec<Weights>, Error> {
@@ -110,7 +110,7 @@ fn text(weights: &Weights) -> String {
     weights.iter().map(|(path, values)| format!("{path} {}\n", bits(values))).collect()
 }
 
-fn set(dir: &Path, stage: usize, timeout_s: f64) -> Vec<(&'static str, String)> {
+pub(crate) fn set(dir: &Path, stage: usize, timeout_s: f64) -> Vec<(&'static str, String)> {
     vec![
         ("FSDP_TEST_RANK_DIR", dir.to_str().unwrap().to_owned()),
         ("FSDP_TEST_STAGE", stage.to_string()),
@@ -122,11 +122,16 @@ fn set(dir: &Path, stage: usize, timeout_s: f64) -> Vec<(&'static str, String)> 
 fn to_the_end(dir: &Path, world_size: usize, set: &[(&'static str, String)]) -> (usize, String) {
     Processes::start(CHILD, dir, world_size, set, |_, port| port).succeed(dir, LIMIT);
     let first = fs::read_to_string(dir.join("first")).unwrap().parse().unwrap();
-    (first, fs::read_to_string(dir.join("end")).unwrap())
+    (first, text_of(dir))
+}
+
+/// The weights that a run has ended with.
+pub(crate) fn text_of(dir: &Path) -> String {
+    fs::read_to_string(dir.join("end")).unwrap()
 }
 
 /// The weights of threads, without a checkpoint.
-fn of_threads(stage: usize, world_size: usize) -> String {
+pub(crate) fn of_threads(stage: usize, world_size: usize) -> String {
     let config = Config { seed: Some(5), ..config(Stage::ALL[stage], world_size) };
     text(&train(&config, None, None).unwrap()[0])
 }

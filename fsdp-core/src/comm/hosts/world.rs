@@ -135,9 +135,10 @@ fn failed(rank: usize, message: String) -> CommError {
 
 /// More than all memory of the host, since only what is used takes memory; but all arenas fit into the addresses of a process.
 fn arena_bytes(num_local: usize) -> usize {
-    // SAFETY: These calls only return numbers.
-    let (pages, page_bytes) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    let memory = usize::try_from(pages).unwrap_or(1 << 20).saturating_mul(usize::try_from(page_bytes).unwrap_or(4096));
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = memory.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.and_then(|total| total.split_whitespace().next()).and_then(|kib| kib.parse::<usize>().ok());
+    let memory = kib.unwrap_or(64 << 20).saturating_mul(1 << 10);
     memory.saturating_mul(2).min((32 << 40) / num_local).next_multiple_of(1 << 21)
 }
 

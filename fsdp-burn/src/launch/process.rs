@@ -44,6 +44,7 @@ where
     let program = Program::new(config, options, num_cores, program);
     let (sender, arrivals) = channel();
     let rank = program.rank(communicator.clone()).inspect_err(|error| control.abort(cause_of(number, error)))?;
+    let rank = rank.with_channel(control.clone());
     let run = move || {
         let result = program.run(rank);
         // The launcher may have given up on this rank.

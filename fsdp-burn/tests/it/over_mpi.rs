@@ -19,7 +19,8 @@ struct Run {
 
 impl Run {
     fn start(dir: &Path, world_size: usize, set: &[(&str, String)]) -> Self {
-        let mpirun = std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun --allow-run-as-root --oversubscribe".to_owned());
+        let mpirun =
+            std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun --allow-run-as-root --oversubscribe".to_owned());
         let mut words = mpirun.split_whitespace();
         let mut command = Command::new(words.next().unwrap());
         command.args(words).args(["-n", &world_size.to_string()]).arg(std::env::current_exe().unwrap());
@@ -80,7 +81,8 @@ fn processes() -> impl Iterator<Item = (u32, u32)> {
 
 /// What lies in shared memory, but for the files of these tests.
 fn segments() -> BTreeSet<String> {
-    let names = fs::read_dir("/dev/shm").unwrap().flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let names =
+        fs::read_dir("/dev/shm").unwrap().flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     names.filter(|name| !name.starts_with("fsdp-burn-")).collect()
 }
 

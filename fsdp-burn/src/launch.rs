@@ -81,7 +81,7 @@ where
     for (number, (rank, communicator)) in ranks.into_iter().zip(&world).enumerate() {
         let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let num_threads = config.compute_threads(num_cores);
-        let tier = rank.tier().cloned();
+        let tier = rank.tier_place();
         let run = move || {
             let random = RandomState::new(seed, number as u64);
             let result = run_rank(number, num_threads, || {
@@ -89,7 +89,7 @@ where
                 program(rank)
             });
             // A forward that has failed may leave parts of its graph behind, which hold on to it.
-            if let Some(tier) = tier {
+            if let Some(tier) = tier.get() {
                 tier.close();
             }
             let cause = result.as_ref().err().map(|error| cause_of(number, error));

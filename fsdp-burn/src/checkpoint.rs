@@ -275,7 +275,8 @@ impl<M: Module> ShardedModel<M> {
             buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
         let state_names = self.state_names(checkpoint)?;
-        let is_here = |unit, param: usize| self.plan().params()[param].unit == unit && !engine.offload().has_state(param);
+        let is_here =
+            |unit, param: usize| self.plan().params()[param].unit == unit && !engine.offload().has_state(param);
         let record = |unit| self.optimizer_record(checkpoint, |param| is_here(unit, param));
         let records = (0..self.plan().units().len()).map(record).collect::<Result<_, _>>()?;
         Ok(Read { stored, buffers, records, state_names })

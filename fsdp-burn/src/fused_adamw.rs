@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use burn::optim::{
-    AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, LearningRate, Optimizer, RecordState, StateSink, StateSource,
-    join_path,
+    AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, LearningRate, Optimizer, RecordState, StateSink,
+    StateSource, join_path,
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use bytes::Bytes;

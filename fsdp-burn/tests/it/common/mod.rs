@@ -3,4 +3,5 @@
 pub(crate) mod files;
 pub(crate) mod learner;
 pub(crate) mod models;
+pub(crate) mod process;
 pub(crate) mod run;

@@ -131,7 +131,11 @@ fn host(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         ratios[0].push(optimizer);
         ratios[1].push(whole);
     }
-    println!("median: an optimizer step {:.3} times one without, a whole step {:.3}", median(&ratios[0]), median(&ratios[1]));
+    println!(
+        "median: an optimizer step {:.3} times one without, a whole step {:.3}",
+        median(&ratios[0]),
+        median(&ratios[1])
+    );
     Ok(())
 }
 

@@ -18,8 +18,8 @@ use fsdp_burn::{
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
-    StepNews, Text, WallTimes, activation_bytes, disk_table, give_memory_back_if_scarce, limit_memory, memory_table, plot_losses,
-    resident_peak, settings, step_table, time_table,
+    StepNews, Text, WallTimes, activation_bytes, disk_table, give_memory_back_if_scarce, limit_memory, memory_table,
+    plot_losses, resident_peak, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 

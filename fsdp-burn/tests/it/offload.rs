@@ -190,10 +190,10 @@ fn other_models_meshes_and_settings_have_the_bits_of_none() {
 
 /// Two linear layers of a size that tells them apart, one of which says where it lies, and a third.
 macro_rules! placed {
-    ($($name:ident: $($words:tt)*;)+) => {$(
+    ($($name:ident $(= $place:tt)?;)+) => {$(
         #[derive(Module, Debug, Sharded)]
         struct $name {
-            #[shard(unit $($words)*)]
+            #[shard(unit $(, offload = $place)?)]
             first: Linear,
             #[shard(unit)]
             second: Linear,
@@ -215,10 +215,10 @@ macro_rules! placed {
     )+};
 }
 placed! {
-    Free:;
-    OnDisk: , offload = "nvme";
-    OnDevice: , offload = "none";
-    InMemory: , offload = "cpu";
+    Free;
+    OnDisk = "nvme";
+    OnDevice = "none";
+    InMemory = "cpu";
 }
 
 #[test]

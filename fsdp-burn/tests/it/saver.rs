@@ -7,8 +7,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use fsdp_burn::{SaveOptions, ShardedModel, ShardedOptimizer, Stage, launch};
-use fsdp_core::ShardLayout;
-use fsdp_core::checkpoint::{Checkpoint, Verify};
 use serde_json::json;
 
 use crate::common::files::{Scratch, content};

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use fsdp_core::ShardLayout;
+use fsdp_core::checkpoint::{Checkpoint, Verify};
+
 /// A directory of its own, removed at the end. In memory where the system has such a place, since tests save often.
 #[derive(Debug)]
 pub(crate) struct Scratch(PathBuf);

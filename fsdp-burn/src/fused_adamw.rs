@@ -95,7 +95,7 @@ impl FusedAdamW {
 
 /// The state of [`FusedAdamW`] for one parameter: that of Burn's [`AdamW`], by its record.
 ///
-/// A copy shares the moments, and a step that finds them shared leaves them as they are and makes new ones.
+/// A copy shares the moments, and a step that finds them shared leaves them as they are and goes on with a copy.
 #[derive(Clone)]
 pub struct FusedAdamWState<const D: usize> {
     moments: Moments<D>,
@@ -173,14 +173,9 @@ impl Optimizer for FusedAdamW {
         let [tensor, grad] = [tensor, grad].map(Tensor::into_data);
         let (tensor, grad) = (floats(&tensor), floats(&grad));
         let update = Update::new(settings, lr, time);
-        let updated = match [Arc::get_mut(&mut first), Arc::get_mut(&mut second)] {
-            [Some(first), Some(second)] => update.apply(tensor, grad, floats_mut(first), floats_mut(second)),
-            _ => {
-                let (updated, new) = update.apply_apart(tensor, grad, [floats(&first), floats(&second)]);
-                [first, second] = new.map(|moment| Arc::new(TensorData::new(moment, shape.clone())));
-                updated
-            }
-        };
+        // Copied where a save in the background holds them.
+        let moments = [&mut first, &mut second].map(|moment| floats_mut(Arc::make_mut(moment)));
+        let updated = update.apply(tensor, grad, moments);
         let moments = Moments::Fused { time, first, second };
         (Tensor::from_data(TensorData::new(updated, shape), &device), Some(FusedAdamWState { moments }))
     }
@@ -226,7 +221,7 @@ impl Update {
     }
 
     /// Steps the moments in place, on all threads of the rank, and returns the new values.
-    fn apply(self, tensor: &[f32], grad: &[f32], moment_1: &mut [f32], moment_2: &mut [f32]) -> Vec<f32> {
+    fn apply(self, tensor: &[f32], grad: &[f32], [moment_1, moment_2]: [&mut [f32]; 2]) -> Vec<f32> {
         let mut updated = vec![0.0; tensor.len()];
         let inputs = tensor.par_chunks(PIECE_LEN).zip(grad.par_chunks(PIECE_LEN));
         let moments = moment_1.par_chunks_mut(PIECE_LEN).zip(moment_2.par_chunks_mut(PIECE_LEN));
@@ -235,23 +230,6 @@ impl Update {
             step_piece(self, tensor, grad, moment_1, moment_2, updated);
         });
         updated
-    }
-
-    /// As [`Update::apply`], with moments that stay as they are: the new values, and new moments.
-    fn apply_apart(self, tensor: &[f32], grad: &[f32], moments: [&[f32]; 2]) -> (Vec<f32>, [Vec<f32>; 2]) {
-        let new = || vec![0.0; tensor.len()];
-        let (mut updated, mut moment_1, mut moment_2) = (new(), new(), new());
-        let inputs = tensor.par_chunks(PIECE_LEN).zip(grad.par_chunks(PIECE_LEN));
-        let old = moments[0].par_chunks(PIECE_LEN).zip(moments[1].par_chunks(PIECE_LEN));
-        let new = moment_1.par_chunks_mut(PIECE_LEN).zip(moment_2.par_chunks_mut(PIECE_LEN));
-        let pieces = updated.par_chunks_mut(PIECE_LEN).zip(inputs.zip(old.zip(new)));
-        pieces.for_each(|(updated, ((tensor, grad), ((old_1, old_2), (moment_1, moment_2))))| {
-            // A piece at a time, so that the copy is still near when it is stepped.
-            moment_1.copy_from_slice(old_1);
-            moment_2.copy_from_slice(old_2);
-            step_piece(self, tensor, grad, moment_1, moment_2, updated);
-        });
-        (updated, [moment_1, moment_2])
     }
 }
 

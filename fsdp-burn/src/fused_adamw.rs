@@ -103,14 +103,14 @@ pub struct FusedAdamWState<const D: usize> {
 
 #[derive(Clone)]
 enum Moments<const D: usize> {
-    OpByOp(AdamWState<D>),
+    OpByOp(Box<AdamWState<D>>),
     Fused { time: usize, first: Arc<TensorData>, second: Arc<TensorData> },
 }
 
 impl<const D: usize> Moments<D> {
     fn into_op_by_op(self, device: &Device) -> AdamWState<D> {
         match self {
-            Moments::OpByOp(state) => state,
+            Moments::OpByOp(state) => *state,
             Moments::Fused { time, first, second } => {
                 let tensor = |moment| Tensor::from_data(shared(&moment), (device, DType::F32));
                 let [moment_1, moment_2] = [first, second].map(tensor);
@@ -134,7 +134,8 @@ impl<const D: usize> RecordState for FusedAdamWState<D> {
     }
 
     fn state_unflatten(prefix: &str, source: &mut StateSource, device: &Device) -> Option<Self> {
-        AdamWState::state_unflatten(prefix, source, device).map(|state| Self { moments: Moments::OpByOp(state) })
+        AdamWState::state_unflatten(prefix, source, device)
+            .map(|state| Self { moments: Moments::OpByOp(Box::new(state)) })
     }
 }
 
@@ -156,9 +157,10 @@ impl Optimizer for FusedAdamW {
             && [tensor.dtype(), grad.dtype()] == [DType::F32; 2];
         let fused = match state.map(|state| state.moments) {
             Some(Moments::Fused { time, first, second }) if fits => Ok((time, first, second)),
-            Some(Moments::OpByOp(AdamWState { momentum })) if fits && momentum.moment_1.dtype() == DType::F32 => {
-                let [first, second] = [momentum.moment_1, momentum.moment_2].map(|moment| Arc::new(moment.into_data()));
-                Ok((momentum.time, first, second))
+            Some(Moments::OpByOp(state)) if fits && state.momentum.moment_1.dtype() == DType::F32 => {
+                let AdaptiveMomentumState { time, moment_1, moment_2, .. } = state.momentum;
+                let [first, second] = [moment_1, moment_2].map(|moment| Arc::new(moment.into_data()));
+                Ok((time, first, second))
             }
             other => Err(other.map(|moments| moments.into_op_by_op(&device))),
         };
@@ -166,7 +168,7 @@ impl Optimizer for FusedAdamW {
             Ok((time, first, second)) => (time + 1, first, second),
             Err(state) => {
                 let (tensor, state) = self.op_by_op.step(lr, tensor, grad, state);
-                return (tensor, state.map(|state| FusedAdamWState { moments: Moments::OpByOp(state) }));
+                return (tensor, state.map(|state| FusedAdamWState { moments: Moments::OpByOp(Box::new(state)) }));
             }
         };
         let shape = tensor.shape();
@@ -182,9 +184,9 @@ impl Optimizer for FusedAdamW {
 
     fn to_device<const D: usize>(state: FusedAdamWState<D>, device: &Device) -> FusedAdamWState<D> {
         let moments = match state.moments {
-            Moments::OpByOp(state) => Moments::OpByOp(AdamW::to_device(state, device)),
+            Moments::OpByOp(state) => Moments::OpByOp(Box::new(AdamW::to_device(*state, device))),
             fused if *device == Device::flex() => fused,
-            fused => Moments::OpByOp(fused.into_op_by_op(device)),
+            fused => Moments::OpByOp(Box::new(fused.into_op_by_op(device))),
         };
         FusedAdamWState { moments }
     }
@@ -266,7 +268,7 @@ fn floats_mut(data: &mut TensorData) -> &mut [f32] {
 /// A moment for Burn, which shares its memory.
 fn shared(moment: &Arc<TensorData>) -> TensorData {
     let bytes = Bytes::from_owner(Elements(moment.clone()));
-    host::data_of(bytes, &moment.shape(), moment.dtype())
+    host::data_of(bytes, moment.shape(), moment.dtype())
 }
 
 struct Elements(Arc<TensorData>);

@@ -22,7 +22,7 @@ struct Model {
 
 #[derive(Module, Debug, Sharded)]
 struct Offloaded {
-    #[shard(unit, offload = "cpu")]
+    #[shard(unit, offload = "nvme")]
     head: Linear,
 }
 
@@ -136,7 +136,7 @@ fn shards() -> String {
             }),
             ("A spec with an axis that no mesh has:", spec(FieldRule::unit().spec([Some("tensor")]), &[10, 4])),
             ("Two fields with one parameter that only one of them replicates:", tied),
-            ("A setting that this version does not have:", offloaded),
+            ("A unit on a disk, and no disk:", offloaded),
             ("A model on a device without autodiff:", untracked),
         ],
     )

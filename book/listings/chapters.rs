@@ -32,7 +32,8 @@ fn run(chapter: &str) -> Ran {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("fsdp-book-{}-{chapter}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
-    let program = env!("CARGO_BIN_EXE_tutorial");
+    // Another build of the same program, to measure with.
+    let program = std::env::var("FSDP_TUTORIAL").unwrap_or_else(|_| env!("CARGO_BIN_EXE_tutorial").to_owned());
     let mut child =
         Command::new(program).arg(chapter).current_dir(&folder).stdout(Stdio::piped()).spawn().expect("it starts");
     let mut stdout = child.stdout.take().unwrap();
@@ -111,14 +112,12 @@ fn counted(line: &str) -> Vec<f64> {
 #[test]
 fn the_chapter_of_memory_measures_sixteen_bytes_for_a_parameter() {
     let ran = run("memory");
-    let rows: Vec<Vec<f64>> = ran.text.lines().map(measured).filter(|row| row.len() == 4).collect();
+    let rows: Vec<Vec<f64>> = ran.text.lines().map(measured).filter(|row| row.len() == 5).collect();
     assert_eq!(rows.len(), 3);
     for row in rows {
-        let [weights, gradients, moments, peak] = row[..] else { unreachable!() };
-        for (number, expected) in [(weights, 4.0), (gradients, 8.0), (moments, 12.0)] {
-            assert!(number > expected - 0.1 && number < expected + 1.0, "{number} for {expected}");
+        for (number, expected) in row.iter().zip([4.0, 8.0, 12.0, 16.0, 16.0]) {
+            assert!(*number > expected - 0.1 && *number < expected + 1.0, "{number} for {expected}");
         }
-        assert!(peak > 15.9, "{peak}");
     }
     assert_form("memory.txt", &ran.text);
 }

@@ -8,39 +8,35 @@ use crate::model::{NUM_BLOCKS, Net, ROWS, loss, samples};
 use crate::show::{about, grouped};
 use crate::{ALLOCATOR, Outcome};
 
-/// Bytes that the process holds, for each parameter of a model.
-struct Held {
-    num_params: usize,
-    weights: f64,
-    with_gradients: f64,
-    with_moments: f64,
-    peak: f64,
-}
-
 // ANCHOR: measure
-/// One step of plain Burn on one device, with a look at the allocator after each part of it.
-fn measure(width: usize) -> Held {
+/// Two steps of plain Burn on one device, with a look at the allocator in between: bytes for each parameter.
+fn measure(width: usize) -> (usize, [f64; 5]) {
     let device = Device::flex().autodiff();
     let (input, target) = samples(0, 0..ROWS, &device);
-    let mut optimizer = AdamWConfig::new().init();
+    let backward = |model: &Net| {
+        let gradients = loss(model.forward(input.clone()), target.clone()).backward();
+        GradientsParams::from_grads(gradients, model)
+    };
+    drop(backward(&Net::init(width, 1, &device))); // what the kernels keep for themselves is not the model's
     let empty = ALLOCATOR.current_usage();
 
-    let model = Net::init(width, NUM_BLOCKS, &device);
+    let mut model = Net::init(width, NUM_BLOCKS, &device);
+    let mut optimizer = AdamWConfig::new().init();
     let num_params = model.num_params();
-    let held = || (ALLOCATOR.current_usage() - empty) as f64 / num_params as f64;
+    let held = |bytes: usize| (bytes - empty) as f64 / num_params as f64;
+
     drop(model.forward(input.clone())); // Burn makes a weight when it is first read
-    let weights = held();
-
+    let weights = held(ALLOCATOR.current_usage());
+    let gradients = backward(&model);
+    let with_gradients = held(ALLOCATOR.current_usage());
+    model = optimizer.step(1e-3, model, gradients); // uses up the gradients, makes the moments
+    let with_moments = held(ALLOCATOR.current_usage());
+    let gradients = backward(&model);
+    let with_all = held(ALLOCATOR.current_usage());
     ALLOCATOR.reset_peak_usage();
-    let gradients = loss(model.forward(input), target).backward();
-    let gradients = GradientsParams::from_grads(gradients, &model);
-    let with_gradients = held();
-
-    let model = optimizer.step(1e-3, model, gradients);
-    let with_moments = held();
-    let peak = (ALLOCATOR.peak_usage() - empty) as f64 / num_params as f64;
-    drop((model, optimizer));
-    Held { num_params, weights, with_gradients, with_moments, peak }
+    drop(optimizer.step(1e-3, model, gradients));
+    let peak = held(ALLOCATOR.peak_usage());
+    (num_params, [weights, with_gradients, with_moments, with_all, peak])
 }
 // ANCHOR_END: measure
 
@@ -52,18 +48,13 @@ fn available_bytes() -> Option<u64> {
 }
 
 pub(crate) fn run() -> Outcome {
-    println!("Bytes for each parameter: after init, after backward, after the step, and at most\n");
-    println!("{:>12} {:>8} {:>12} {:>12} {:>8}", "parameters", "weights", "+ gradients", "+ moments", "peak");
-    for width in [128, 256, 512] {
-        let held = measure(width);
-        println!(
-            "{:>12} {:>8} {:>12} {:>12} {:>8}",
-            grouped(held.num_params),
-            about(format!("{:.1}", held.weights)),
-            about(format!("{:.1}", held.with_gradients)),
-            about(format!("{:.1}", held.with_moments)),
-            about(format!("{:.1}", held.peak)),
-        );
+    println!("Bytes held for each parameter\n");
+    println!("{:>12} {:>9} {:>9} {:>9} {:>9} {:>9}", "", "weights", "backward", "step", "backward", "peak in");
+    println!("{:>12} {:>9} {:>9} {:>9} {:>9} {:>9}", "parameters", "made", "1", "1", "2", "step 2");
+    for width in [256, 512, 1024] {
+        let (num_params, held) = measure(width);
+        let cells = held.map(|bytes| format!(" {:>9}", about(format!("{bytes:.1}"))));
+        println!("{:>12}{}", grouped(num_params), cells.concat());
     }
 
     println!("\nRoom for parameters at 16 bytes each\n");

@@ -33,8 +33,8 @@ pub(crate) fn run() -> Outcome {
         let layout = spec.resolve("head.weight", &[10, 6], &mesh)?;
         for rank in 0..mesh.world_size() {
             let block = mesh.coordinate(Axis::Shard, rank);
-            let (rows, shape) = (layout.rows(block), layout.shard_shape(block));
-            println!("{:<15} rank {rank}: {rows:>5?} of dimension {}, shape {shape:?}", spec.to_string(), layout.dim());
+            let (rows, shape) = (format!("{:?}", layout.rows(block)), layout.shard_shape(block));
+            println!("{:<15} rank {rank}: {rows:<5} of dimension {}, shape {shape:?}", spec.to_string(), layout.dim());
         }
     }
     // ANCHOR_END: spec

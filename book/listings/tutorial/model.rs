@@ -74,7 +74,7 @@ pub(crate) fn samples(step: usize, rows: Range<usize>, device: &Device) -> (Tens
         bits = (bits ^ (bits >> 15)).wrapping_mul(0x846c_a68b);
         (bits ^ (bits >> 16)) as f32 / u32::MAX as f32 * 2.0 - 1.0
     };
-    let first = 2 * (step * 1000 + rows.start);
+    let first = 2 * (step * 10_000 + rows.start);
     let numbers: Vec<f32> = (first..first + 2 * rows.len()).map(number).collect();
     let input = Tensor::<2>::from_data(TensorData::new(numbers, [rows.len(), 2]), device);
     let target = input.clone().prod_dim(1);

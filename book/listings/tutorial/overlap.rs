@@ -10,9 +10,11 @@ use fsdp_burn::{Config, LaunchOptions, Link, PrefetchConfig, Stage, Trace, launc
 use fsdp_core::{Span, SpanKind};
 
 use crate::Outcome;
-use crate::show::{about, about_ms, scratch};
-use crate::train::{Seen, config, train};
+use crate::show::{about, about_ms, grouped, scratch};
+use crate::train::{Seen, config, train_on};
 
+/// Samples of a rank in a step: enough that computing takes longer than the optimizer.
+const ROWS: usize = 256;
 /// The step whose trace is kept.
 const SHOWN: u64 = 4;
 
@@ -23,7 +25,7 @@ fn over(link: Link, depth: usize) -> Result<(Vec<Seen>, Vec<Span>, Arc<Trace>), 
     let config = Config { prefetch, ..config(Stage::Parameters, 2) };
     let trace = Arc::new(Trace::of_steps(SHOWN..SHOWN + 1));
     let options = LaunchOptions { trace: Some(trace.clone()), link: Some(link) };
-    let ranks = launch_with(&config, options, |rank| train(&rank))?;
+    let ranks = launch_with(&config, options, |rank| train_on(&rank, ROWS))?;
     // ANCHOR_END: launch
     let spans = trace.spans().into_iter().filter(|span| span.rank == 0).collect();
     Ok((ranks, spans, trace))
@@ -50,11 +52,11 @@ fn keep(name: &str, folder: &Path, spans: &[Span], trace: &Trace) -> std::io::Re
 
 pub(crate) fn run() -> Outcome {
     // ANCHOR: link
-    let alone = &launch(&config(Stage::Parameters, 2), |rank| train(&rank))?[0];
+    let alone = &launch(&config(Stage::Parameters, 2), |rank| train_on(&rank, ROWS))?[0];
     // As slow as makes a step's messages take 60% of the time that a step takes without a network.
     let link = Link { alpha_s: 50e-6, beta_s_per_byte: 0.6 * alone.step_s / alone.sent as f64 };
     // ANCHOR_END: link
-    println!("A step takes {} without a network, and sends {} bytes.", about_ms(alone.step_s), alone.sent);
+    println!("A step takes {} without a network, and sends {} bytes.", about_ms(alone.step_s), grouped(alone.sent));
     println!("Now over one of {} MB/s.\n", about(format!("{:.0}", 1e-6 / link.beta_s_per_byte)));
     println!("{:>9} {:>12} {:>14} {:>10}", "prefetch", "step", "stands still", "hidden");
     let folder = scratch("overlap")?;

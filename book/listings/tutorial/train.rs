@@ -48,9 +48,14 @@ pub(crate) fn config(stage: Stage, world_size: usize) -> Config {
 }
 // ANCHOR_END: config
 
+/// What every rank runs, each on [`ROWS`] samples of its own in each step.
+pub(crate) fn train(rank: &Rank) -> Result<Seen, Error> {
+    train_on(rank, ROWS)
+}
+
 // ANCHOR: train
 /// What every rank runs, each on samples of its own.
-pub(crate) fn train(rank: &Rank) -> Result<Seen, Error> {
+pub(crate) fn train_on(rank: &Rank, num_rows: usize) -> Result<Seen, Error> {
     let device = rank.device();
     let mut model = rank.shard(Net::init(WIDTH, NUM_BLOCKS, &device))?;
     let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
@@ -64,8 +69,8 @@ pub(crate) fn train(rank: &Rank) -> Result<Seen, Error> {
             rank.traffic().reset();
             started = Instant::now();
         }
-        let first = rank.rank() * ROWS;
-        let (input, target) = samples(step, first..first + ROWS, &device);
+        let first = rank.rank() * num_rows;
+        let (input, target) = samples(step, first..first + num_rows, &device);
         let output = model.forward(model.cast_input(input)); // in float32 the casts do nothing
         let loss = loss(model.cast_output(output), target);
         losses.push(loss.clone().into_scalar::<f32>().into());

@@ -61,7 +61,8 @@ fn the_figure_of_the_memory_wall() {
         svg.line([left, y(giga)], [right, y(giga)], "fig-limit");
         svg.dot([x(giga / 16.0), y(giga)], "fig-mark", &format!("{:.1} billion parameters", giga / 16.0));
         let label = format!("{}: {giga:.0} GB, {:.1} B", device.name, giga / 16.0);
-        svg.text([right + 8.0, y(giga) + 4.0], Anchor::Start, "fig-small", &label);
+        let lift = if device.name == "H200" { -1.0 } else { 9.0 };
+        svg.text([right + 8.0, y(giga) + lift], Anchor::Start, "fig-small", &label);
     }
     assert_figure("wall", svg);
 }
@@ -77,7 +78,12 @@ fn the_figure_of_the_copies() {
         let mut y = 70.0;
         for ((class, name), bytes) in KINDS.iter().zip([4.0, 4.0, 8.0]) {
             svg.rect([x, y], [120.0, 10.0 * bytes], class, "");
-            svg.text([x + 60.0, y + 5.0 * bytes + 4.0], Anchor::Middle, "fig-inside", &format!("{name} {bytes}P"));
+            svg.text(
+                [x + 60.0, y + 5.0 * bytes + 4.0],
+                Anchor::Middle,
+                "fig-inside",
+                &format!("{} {bytes}P", name.trim_end_matches(" state")),
+            );
             if *name == "gradients" && rank < 3 {
                 svg.arrow([x + 122.0, y + 14.0], [x + 148.0, y + 14.0]);
                 svg.arrow([x + 148.0, y + 26.0], [x + 122.0, y + 26.0]);
@@ -129,16 +135,18 @@ fn tensor(svg: &mut Svg, [left, top]: [f64; 2], layout: &ShardLayout, hint: impl
 fn the_figure_of_partition_specs() {
     let mesh = Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 3)]).unwrap();
     let mut svg = Svg::new(640.0, 300.0, "A mesh of two by three ranks, and a weight cut by rows and by columns");
-    svg.text([90.0, 20.0], Anchor::Middle, "fig-label", "mesh");
+    svg.text([142.0, 20.0], Anchor::Middle, "fig-label", "mesh");
     for rank in 0..mesh.world_size() {
         let [copy, block] = [Axis::Replicate, Axis::Shard].map(|axis| mesh.coordinate(axis, rank));
-        let at = [36.0 + 50.0 * block as f64, 60.0 + 50.0 * copy as f64];
+        let at = [70.0 + 50.0 * block as f64, 60.0 + 50.0 * copy as f64];
         svg.rect(at, [44.0, 44.0], RANKS[block], &format!("rank {rank}: copy {copy}, block {block}"));
         svg.text([at[0] + 22.0, at[1] + 28.0], Anchor::Middle, "fig-inside", &rank.to_string());
     }
-    svg.text([110.0, 50.0], Anchor::Middle, "fig-small", "shard");
-    svg.text([28.0, 110.0], Anchor::End, "fig-small", "repl.");
-    for (spec, left) in [(vec![Some("shard")], 240.0), (vec![None, Some("shard")], 450.0)] {
+    svg.text([142.0, 50.0], Anchor::Middle, "fig-small", "shard");
+    for copy in 0..2 {
+        svg.text([64.0, 86.0 + 50.0 * f64::from(copy)], Anchor::End, "fig-small", &format!("copy {copy}"));
+    }
+    for (spec, left) in [(vec![Some("shard")], 270.0), (vec![None, Some("shard")], 470.0)] {
         let spec = PartitionSpec::parse(spec);
         let layout = spec.resolve("head.weight", &[10, 6], &mesh).unwrap();
         svg.text([left + 66.0, 20.0], Anchor::Middle, "fig-label", &spec.to_string());
@@ -148,8 +156,8 @@ fn the_figure_of_partition_specs() {
         };
         tensor(&mut svg, [left, 40.0], &layout, owners);
     }
-    svg.text([306.0, 285.0], Anchor::Middle, "fig-small", "rows of 4, 4 and 2");
-    svg.text([516.0, 285.0], Anchor::Middle, "fig-small", "columns of 2, 2 and 2");
+    svg.text([336.0, 285.0], Anchor::Middle, "fig-small", "rows of 4, 4 and 2");
+    svg.text([536.0, 285.0], Anchor::Middle, "fig-small", "columns of 2, 2 and 2");
     assert_figure("mesh", svg);
 }
 

@@ -98,7 +98,6 @@ fn the_figure_of_what_gathers_when_is_what_the_schedule_says() {
         ("fig-empty", "in blocks"),
         ("fig-coming", "being gathered"),
         ("fig-computes", "computes"),
-        ("fig-gathered", "whole"),
         ("fig-gradients", "being reduced"),
     ];
     svg.legend([70.0, 222.0], &meaning);

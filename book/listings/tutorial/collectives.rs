@@ -21,7 +21,8 @@ fn on_ranks<T: Send + 'static>(
     program: fn(&Comm) -> Result<T, CommError>,
 ) -> Result<Vec<T>, CommError> {
     let world = LocalWorld::connect(num_ranks, Duration::from_secs(60));
-    let threads: Vec<_> = world.into_iter().map(|comm| thread::spawn(move || program(&comm))).collect();
+    let run = |comm: Comm| thread::spawn(move || program(&comm));
+    let threads: Vec<_> = world.into_iter().map(run).collect();
     threads.into_iter().map(|thread| thread.join().expect("a rank returns")).collect()
 }
 // ANCHOR_END: ranks
@@ -67,7 +68,6 @@ fn shown(numbers: &[f32]) -> String {
 }
 
 const SIZES: [usize; 7] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-const REPETITIONS: usize = 11;
 
 // ANCHOR: measure
 /// Seconds of an all-gather and of a reduce-scatter of a tensor, by size: the median of several.
@@ -75,27 +75,25 @@ fn measure(comm: &Comm) -> Result<Vec<[f64; 2]>, CommError> {
     let mut medians = Vec::new();
     for bytes in SIZES {
         let layout = ShardLayout::new(&[bytes / 4], 0, comm.world_size());
-        let whole = Bytes::from(1_f32.to_ne_bytes().repeat(bytes / 4));
-        let shard = whole.slice(..bytes / comm.world_size());
+        let full = Bytes::from(1_f32.to_ne_bytes().repeat(bytes / 4));
+        let shard = full.slice(..bytes / comm.world_size());
+        let gather = [GatherPart { shard, layout: layout.clone(), elem_bytes: 4 }];
+        let reduce = [ReducePart { full, layout, dtype: Dtype::F32 }];
         let mut seconds = [Vec::new(), Vec::new()];
-        for _ in 0..REPETITIONS {
+        for _ in 0..((64 << 20) / bytes).clamp(7, 201) {
             comm.barrier(&tag("start together"))?;
             let start = Instant::now();
-            comm.all_gather(
-                &tag("gather"),
-                &[GatherPart { shard: shard.clone(), layout: layout.clone(), elem_bytes: 4 }],
-            )?;
+            comm.all_gather(&tag("gather"), &gather)?;
             seconds[0].push(start.elapsed().as_secs_f64());
 
             comm.barrier(&tag("start together"))?;
             let start = Instant::now();
-            let part = ReducePart { full: whole.clone(), layout: layout.clone(), dtype: Dtype::F32 };
-            comm.reduce_scatter(&tag("reduce"), &[part], Reduce::SUM)?;
+            comm.reduce_scatter(&tag("reduce"), &reduce, Reduce::SUM)?;
             seconds[1].push(start.elapsed().as_secs_f64());
         }
         medians.push(seconds.map(|mut seconds| {
             seconds.sort_by(f64::total_cmp);
-            seconds[REPETITIONS / 2]
+            seconds[seconds.len() / 2]
         }));
     }
     Ok(medians)

@@ -9,7 +9,7 @@ use crate::show::{about, grouped};
 use crate::{ALLOCATOR, Outcome};
 
 // ANCHOR: measure
-/// Two steps of plain Burn on one device, with a look at the allocator in between: bytes for each parameter.
+/// Two steps of plain Burn on one device. What the allocator holds in between, by parameter.
 fn measure(width: usize) -> (usize, [f64; 5]) {
     let device = Device::flex().autodiff();
     let (input, target) = samples(0, 0..ROWS, &device);
@@ -17,7 +17,7 @@ fn measure(width: usize) -> (usize, [f64; 5]) {
         let gradients = loss(model.forward(input.clone()), target.clone()).backward();
         GradientsParams::from_grads(gradients, model)
     };
-    drop(backward(&Net::init(width, 1, &device))); // what the kernels keep for themselves is not the model's
+    drop(backward(&Net::init(width, 1, &device))); // kernels keep some memory for themselves
     let empty = ALLOCATOR.current_usage();
 
     let mut model = Net::init(width, NUM_BLOCKS, &device);

@@ -19,9 +19,7 @@ pub(crate) fn run() -> Outcome {
     for rank in 0..mesh.world_size() {
         let [replica, shard] = [Axis::Replicate, Axis::Shard].map(|axis| mesh.coordinate(axis, rank));
         let [twins, peers] = [Axis::Replicate, Axis::Shard].map(|axis| mesh.group(axis, rank));
-        println!(
-            "rank {rank}: copy {replica}, block {shard}; gathers with {peers:?}, adds up gradients with {twins:?}"
-        );
+        println!("rank {rank}: copy {replica}, block {shard}; gathers with {peers:?}, averages with {twins:?}");
     }
     // ANCHOR_END: mesh
 

@@ -64,7 +64,7 @@ pub(crate) fn loss(output: Tensor<2>, target: Tensor<2>) -> Tensor<1> {
 // ANCHOR_END: model
 
 // ANCHOR: samples
-/// Samples `rows` of step `step`: two numbers between -1 and 1, and their product, which the model is to find.
+/// Samples `rows` of a step: two numbers between -1 and 1, and their product, to be found.
 ///
 /// They depend on the step and the row alone, so they are the same whichever rank asks.
 pub(crate) fn samples(step: usize, rows: Range<usize>, device: &Device) -> (Tensor<2>, Tensor<2>) {

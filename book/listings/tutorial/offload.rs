@@ -18,8 +18,9 @@ pub(crate) fn run() -> Outcome {
     // ANCHOR: config
     let nothing = OffloadConfig::default();
     let nvme_path = Some(folder.join("nvme").display().to_string());
-    let state = OffloadConfig { optimizer: TierShares::NVME, nvme_path, ..OffloadConfig::default() };
-    let all = OffloadConfig { gradients: TierShares::NVME, parameters: TierShares::NVME, ..state.clone() };
+    let nvme = TierShares::NVME;
+    let state = OffloadConfig { optimizer: nvme, nvme_path, ..OffloadConfig::default() };
+    let all = OffloadConfig { gradients: nvme, parameters: nvme, ..state.clone() };
     // ANCHOR_END: config
     let mut runs = Vec::new();
     for (name, offload) in [("nothing", nothing), ("optimizer state", state), ("all of the state", all)] {

@@ -34,12 +34,13 @@ fn shape(file: PathBuf) -> Result<MemoryEstimate, fsdp_burn::Error> {
 // ANCHOR_END: shape
 
 // ANCHOR: job
-/// A transformer on H100s, eight in a node, InfiniBand between nodes; blocks are computed again in backward.
+/// A transformer on H100s, eight in a node, with InfiniBand between nodes.
 fn job(model: &Transformer, num_gpus: usize) -> Result<Job, Box<dyn std::error::Error>> {
     let gpu = Device::find("H100").ok_or("no such device")?;
     let link = |name: &str| NamedLink::find(name).map(|named| named.link).ok_or("no such link");
     let network = Network { in_node: link(gpu.link)?, between: link("ib-ndr")?, ranks_per_node: 8 };
-    let speed = Speed::Rate { flops_per_s: REACHED * gpu.flops_16, memory_bytes_per_s: gpu.memory_bytes_per_s };
+    let (flops_per_s, memory_bytes_per_s) = (REACHED * gpu.flops_16, gpu.memory_bytes_per_s);
+    let speed = Speed::Rate { flops_per_s, memory_bytes_per_s };
     let mut config = Config { world_size: num_gpus, ..Config::default() };
     config.precision.parameters = Dtype::Bf16;
     let machine = Machine { network: network.into(), speed };

@@ -1,5 +1,7 @@
 //! Chapter 11: a step on more and more GPUs, simulated.
 
+use std::error::Error;
+
 use fsdp_burn::{Axis, Config, Dtype, Mesh, Stage};
 use fsdp_core::{Device, Job, Machine, ModelShape, NamedLink, Network, SimOptions, Speed, simulate};
 
@@ -11,15 +13,18 @@ const REACHED: f64 = 0.4;
 
 // ANCHOR: job
 /// 7 billion parameters in 32 units, 4096 tokens on each GPU, in bf16.
-fn job(num_gpus: usize, mesh: Option<Mesh>, between: &str) -> Result<Job, Box<dyn std::error::Error>> {
+fn job(num_gpus: usize, mesh: Option<Mesh>, between: &str) -> Result<Job, Box<dyn Error>> {
     let link = |name: &str| NamedLink::find(name).map(|named| named.link).ok_or("no such link");
     let gpu = Device::find("H100").ok_or("no such device")?;
-    let network = Network { in_node: link(gpu.link)?, between: link(between)?, ranks_per_node: GPUS_PER_NODE as u64 };
-    let speed = Speed::Rate { flops_per_s: REACHED * gpu.flops_16, memory_bytes_per_s: gpu.memory_bytes_per_s };
+    let ranks_per_node = GPUS_PER_NODE as u64;
+    let network = Network { in_node: link(gpu.link)?, between: link(between)?, ranks_per_node };
+    let (flops_per_s, memory_bytes_per_s) = (REACHED * gpu.flops_16, gpu.memory_bytes_per_s);
+    let speed = Speed::Rate { flops_per_s, memory_bytes_per_s };
     let mut config = Config { world_size: num_gpus, mesh, ..Config::default() };
     (config.precision.parameters, config.precision.reduce) = (Dtype::Bf16, Dtype::Bf16);
     let machine = Machine { network: network.into(), speed };
-    Ok(Job { num_tokens: 4096, ..Job::configured(ModelShape::even(7_000_000_000, 32), &config, machine) })
+    let shape = ModelShape::even(7_000_000_000, 32);
+    Ok(Job { num_tokens: 4096, ..Job::configured(shape, &config, machine) })
 }
 // ANCHOR_END: job
 

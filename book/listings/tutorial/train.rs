@@ -41,7 +41,8 @@ pub(crate) struct Seen {
 // ANCHOR: config
 /// What all chapters start from.
 pub(crate) fn config(stage: Stage, world_size: usize) -> Config {
-    let mut config = Config { stage, world_size, seed: Some(7), timeout_s: 60.0, ..Config::default() };
+    let mut config = Config { stage, world_size, seed: Some(7), ..Config::default() };
+    config.timeout_s = 60.0;
     // No norm of the gradients is asked for, so what is sent is the model's and nothing else.
     config.training.non_finite = NonFinite::Propagate;
     config

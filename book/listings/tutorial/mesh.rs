@@ -25,14 +25,14 @@ pub(crate) fn run() -> Outcome {
 
     println!("\nA weight of [10, 6] on this mesh, as [rows, columns] of each rank\n");
     // ANCHOR: spec
-    let specs = [vec![Some("shard")], vec![None, Some("shard")]];
-    for axes in specs {
+    for axes in [vec![Some("shard")], vec![None, Some("shard")]] {
         let spec = PartitionSpec::parse(axes);
         let layout = spec.resolve("head.weight", &[10, 6], &mesh)?;
+        let (name, dim) = (spec.to_string(), layout.dim());
         for rank in 0..mesh.world_size() {
             let block = mesh.coordinate(Axis::Shard, rank);
             let (rows, shape) = (format!("{:?}", layout.rows(block)), layout.shard_shape(block));
-            println!("{:<15} rank {rank}: {rows:<5} of dimension {}, shape {shape:?}", spec.to_string(), layout.dim());
+            println!("{name:<15} rank {rank}: {rows:<5} of dimension {dim}, shape {shape:?}");
         }
     }
     // ANCHOR_END: spec

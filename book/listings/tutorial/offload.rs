@@ -3,8 +3,13 @@
 use fsdp_burn::{Config, Error, OffloadConfig, Rank, Stage, TierShares, TierStats, launch};
 
 use crate::Outcome;
-use crate::show::{about, about_ms, grouped, scratch};
+use crate::show::{about, about_ms, scratch};
 use crate::train::{Seen, config, train};
+
+/// Of what is packed for the disk the size differs a little from run to run.
+fn megabytes(bytes: u64) -> String {
+    about(format!("{:.2} MB", bytes as f64 / 1e6))
+}
 
 fn with_disk(rank: &Rank) -> Result<(Seen, Option<TierStats>), Error> {
     let seen = train(rank)?;
@@ -30,9 +35,9 @@ pub(crate) fn run() -> Outcome {
         let (held, read) = disk.map_or((0, 0), |disk| (disk.file_bytes, disk.read_bytes));
         println!(
             "{name:>24} {:>14} {:>13} {:>14} {:>12}",
-            about(format!("{:.2} MB", *optimizer as f64 / 1e6)),
-            grouped(held),
-            grouped(read),
+            megabytes(*optimizer as u64),
+            megabytes(held),
+            megabytes(read),
             about_ms(*step_s),
         );
         runs.push(ranks);

@@ -2,10 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
 
+mod chapters;
 mod errors;
+mod figures;
 mod learner;
 mod model;
 mod output;
 mod pages;
 mod pictures;
 mod start;
+mod svg;
+mod timelines;

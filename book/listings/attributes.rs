@@ -163,15 +163,15 @@ fn list(name: &str) -> Vec<String> {
 /// What a word takes, and what holds without it.
 fn takes(word: &str) -> [String; 2] {
     let names = |name| format!("`\"{}\"`", list(name).join("\"`, `\""));
-    let [takes, without] = match word {
-        "unit" | "units" | "nested" => ["nothing".into(), "the field is part of the unit around it"],
-        "ignore" => ["nothing".into(), "the field is managed"],
-        "replicate" => ["nothing".into(), "parameters are cut over the shard axis"],
-        "spec" => ["one entry for each dimension, `\"shard\"` or `_`".into(), "the first dimension is cut"],
-        "keep" => ["nothing".into(), "the unit is freed after forward has used it, and gathered again"],
-        "prefetch" => ["an integer of at least 0".into(), "`prefetch.forward` of the configuration"],
-        "precision" => [names("PRECISIONS"), "`precision.parameters` of the configuration"],
-        "offload" => [names("TIERS"), "`[offload]` of the configuration"],
+    let (takes, without) = match word {
+        "unit" | "units" | "nested" => ("nothing".into(), "the field is part of the unit around it"),
+        "ignore" => ("nothing".into(), "the field is managed"),
+        "replicate" => ("nothing".into(), "parameters are cut over the shard axis"),
+        "spec" => ("one entry for each dimension, `\"shard\"` or `_`".into(), "the first dimension is cut"),
+        "keep" => ("nothing".into(), "the unit is freed after forward has used it, and gathered again"),
+        "prefetch" => ("an integer of at least 0".into(), "`prefetch.forward` of the configuration"),
+        "precision" => (names("PRECISIONS"), "`precision.parameters` of the configuration"),
+        "offload" => (names("TIERS"), "`[offload]` of the configuration"),
         _ => return Default::default(),
     };
     [takes, without.to_owned()]

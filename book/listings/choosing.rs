@@ -1,6 +1,6 @@
 //! The numbers of the chapter on which one to choose: the planner's advice for models of several sizes.
 
-use fsdp_core::{ComputePrecision, Device, Forecast, Job, ModelShape, Stage, Transformer, human_bytes};
+use fsdp_core::{ComputePrecision, Device, Forecast, Job, Stage, Transformer, human_bytes};
 
 use crate::output::{assert_numbers, assert_shown};
 use crate::planned::{half_job, memory};
@@ -15,10 +15,19 @@ const MODELS: [(&str, usize, usize); 6] = [
     ("66 billion", 80, 8192),
 ];
 
+/// Sequences of a rank.
+const BATCH: usize = 8;
+
 fn job(layers: usize, width: usize, num_ranks: usize) -> Job {
     let model = Transformer { layers, width, heads: width / 128, sequence: 2048, vocabulary: 32000, recompute: true };
-    let activations = model.activation_bytes(1, ComputePrecision::Mixed16);
-    Job { recompute: true, activation_bytes: Some(activations), ..half_job(model.shape(), num_ranks, "ib-ndr") }
+    let activations = model.activation_bytes(BATCH, ComputePrecision::Mixed16);
+    let num_tokens = (BATCH * model.sequence) as u64;
+    Job {
+        recompute: true,
+        num_tokens,
+        activation_bytes: Some(activations),
+        ..half_job(model.shape(), num_ranks, "ib-ndr")
+    }
 }
 
 fn advice() -> String {

@@ -40,8 +40,10 @@ impl Stack {
 
     fn loss(&self, rank: usize, device: &Device) -> Tensor<1> {
         let samples = TensorData::new(values(4 * WIDTH, 50 + rank), [4, WIDTH]);
-        let output =
-            self.layers.iter().fold(Tensor::<2>::from_data(samples, device), |x, layer| tanh(layer.forward(x)));
+        let output = self
+            .layers
+            .iter()
+            .fold(Tensor::<2>::from_data(samples, device), |x, layer| x.clone() + tanh(layer.forward(x)));
         output.powf_scalar(2.0).mean()
     }
 }
@@ -116,7 +118,8 @@ fn stages_differ_in_what_they_send_and_in_no_bit_of_the_loss() {
         losses += &format!("{:<10}{:>12.6}{last:>14.6}{bits:>14}\n", stage.number(), of.losses[0]);
         assert_eq!(of.losses, seen[0].losses, "{stage}");
     }
-    assert_eq!(seen[3].sent_bytes * 16, seen[0].sent_bytes * 23, "three passes but for the last unit's second gather");
+    // Three passes over eight units, but for the second gathers of the last and of the first one.
+    assert_eq!(seen[3].sent_bytes * 16, seen[0].sent_bytes * 22);
     assert_shown("listings/output/guides/measured-traffic.txt", &traffic);
     assert_shown("listings/output/guides/measured-losses.txt", &losses);
 }
@@ -163,7 +166,7 @@ impl Drop for Scratch {
 fn bits(model: &ShardedModel<Stack>) -> Result<BTreeMap<String, Vec<u32>>, Error> {
     let mut all = BTreeMap::new();
     model.each_parameter(|path, data| {
-        let values = data.to_vec::<f32>().unwrap();
+        let values = data.try_to_vec::<f32>().unwrap();
         all.insert(path.to_owned(), values.into_iter().map(f32::to_bits).collect());
     })?;
     Ok(all)

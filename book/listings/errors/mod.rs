@@ -137,7 +137,7 @@ fn misuses(sources: &BTreeMap<PathBuf, String>) -> String {
          The messages of `Error::Misuse` and `Error::Parameter` are a problem and a remedy. These are all of them; what stands\n\
          in angle brackets is filled in.\n\n| problem | remedy |\n|---|---|\n",
     );
-    let cell = |text: &str| text.replace('|', "\\|").replace('<', "&lt;").replace('>', "&gt;");
+    let cell = |text: &str| text.replace('|', "\\|");
     let mut shown = Vec::new();
     for source in sources.iter().filter(|(path, _)| path.starts_with(root().join("fsdp-burn"))).map(|(_, text)| text) {
         for [problem, remedy] in source::remedies(source) {
@@ -158,8 +158,8 @@ const INTRO: &str = "\
 <!-- Written from the error enums by `UPDATE_BOOK=1 cargo book-test`; do not edit. -->
 
 Errors are enums with fields, and their messages name the place and the remedy: what to do stands after the semicolon, or in
-the sentence that follows. Here are all of them. Where a message below has no angle brackets, it is one that a test has
-provoked, with lines broken to fit the page; in the others, what stands in angle brackets is filled in.
+the sentence that follows. Here are all of them, as they are printed, with lines broken to fit the page. Tests have provoked them or
+built them from their fields; where a message has names in angle brackets, it is the template, and they are filled in.
 
 An error that `launch` returns begins with the rank that failed first, as in `rank 1: the data set is empty`. That is where to
 look: what other ranks report is a consequence. Mistakes in `#[shard(...)]` are compiler errors at the word that is wrong; they

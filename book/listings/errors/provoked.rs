@@ -93,7 +93,7 @@ fn configuration() -> Vec<Example> {
         Example::new("ConfigError::OutOfRange", "", config("stage = 4\n")),
         Example::new("ConfigError::UnknownName", "", config("[training]\nnon_finite = \"crash\"\n")),
         Example::new("ConfigError::MeshProduct", "", config("world_size = 4\nmesh = { replicate = 2, shard = 3 }\n")),
-        Example::new("ConfigError::InvalidMesh", "", config("world_size = 4\nmesh = { replicate = 0, shard = 4 }\n")),
+        Example::new("ConfigError::InvalidMesh", "", config("world_size = 4\nmesh = {}\n")),
         Example::new("ConfigError::Syntax", "", config("stage 3\n")),
         Example::new("ConfigError::UnknownFormat", "", Config::load("run.yaml").unwrap_err().to_string()),
         Example::new("ConfigError::Read", "", Config::load("no-such-run.toml").unwrap_err().to_string()),

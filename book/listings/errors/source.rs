@@ -107,7 +107,7 @@ pub(super) fn remedies(source: &str) -> Vec<[String; 2]> {
         let (remedy, _) = literal(rest)?;
         // What is put together elsewhere, and what is our own mistake, has no text here.
         let is_here = !before.contains("problem,") && !before.contains(';') && !remedy.contains("report this");
-        let named = problem.replace("{}", "<...>").replace('{', "<").replace('}', ">").replace(":?", "");
+        let named = problem.replace(":?}", "}").replace("{}", "{...}").replace('{', "‹").replace('}', "›");
         is_here.then_some([named, remedy])
     };
     starts.into_iter().filter_map(pair).collect()
@@ -142,5 +142,5 @@ pub enum Wrong {
     assert_eq!(found[0], missing);
     assert_eq!((found[1].name.as_str(), &found[1].message), ("Other", &None));
     let source = "Err(Error::Misuse { problem: format!(\"{} is {x:?}\", y), remedy: \"leave it\" })";
-    assert_eq!(remedies(source), [["<...> is <x>".to_owned(), "leave it".to_owned()]]);
+    assert_eq!(remedies(source), [["‹...› is ‹x›".to_owned(), "leave it".to_owned()]]);
 }

@@ -170,6 +170,8 @@ fn takes(word: &str) -> [String; 2] {
         "spec" => ("one entry for each dimension, `\"shard\"` or `_`".into(), "the first dimension is cut"),
         "keep" => ("nothing".into(), "the unit is freed after forward has used it, and gathered again"),
         "prefetch" => ("an integer of at least 0".into(), "`prefetch.forward` of the configuration"),
+        "reduce" => (names("PRECISIONS"), "`precision.reduce` of the configuration"),
+        "output" => (names("PRECISIONS"), "`precision.output` of the configuration"),
         "precision" => (names("PRECISIONS"), "`precision.parameters` of the configuration"),
         "offload" => (names("TIERS"), "`[offload]` of the configuration"),
         _ => return Default::default(),

@@ -55,7 +55,7 @@ fn example(key: &ConfigKey) -> Option<String> {
     let values = shown.filter(|line| line.starts_with(&begins)).map(str::to_owned);
     let default = key.default_value().map(|value| format!("{begins}{value}"));
     let mut lines = values.chain(default).map(|line| format!("{table}{line}"));
-    lines.find(|text| Config::from_toml(text, "an example").is_ok())
+    lines.find(|text| parsed(text).is_some())
 }
 
 fn parsed(text: &str) -> Option<Config> {

@@ -9,8 +9,8 @@ use fsdp_core::{
     TraceStream, UnitIndex, UnitState, UnitTraits, Uses, simulate,
 };
 
+use crate::diagram::Diagram;
 use crate::output::assert_shown;
-use crate::svg::Svg;
 
 const UNIT: UnitTraits =
     UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
@@ -49,7 +49,7 @@ fn the_diagram_of_a_units_states_is_what_the_code_allows() {
             }
         }
     }
-    let mut svg = Svg::new(640.0, 210.0, "The states of a unit and the calls that lead from one to another");
+    let mut svg = Diagram::new(640.0, 210.0, "The states of a unit and the calls that lead from one to another");
     let x = |state: &UnitState| 100.0 + 220.0 * states.iter().position(|known| known == state).unwrap() as f64;
     for state in &states {
         svg.node([x(state), 50.0], 120.0, &format!("{state:?}"));
@@ -116,7 +116,7 @@ fn the_diagram_of_a_units_actions_is_what_schedules_do() {
             ["Gather", "WaitGather", "Free", "Reduce", "WaitReduce", "Step", "Publish", "WaitPublish"].into();
         actions.retain(|action| found.iter().any(|(from, to)| from == action || to == action));
         let title = format!("What happens to a unit at stage {}, and what may come next", stage.number());
-        let mut svg = Svg::new(640.0, 330.0, &title);
+        let mut svg = Diagram::new(640.0, 330.0, &title);
         let place = |action: &str| {
             let index = actions.iter().position(|known| *known == action).unwrap();
             let angle = TAU * index as f64 / actions.len() as f64 - TAU / 4.0;
@@ -172,7 +172,7 @@ fn the_picture_of_a_step_over_time_is_the_simulators() {
         simulate(&job(depth).workload(stage), &options)
     });
     let longest = reports.iter().map(|report| report.step_s).fold(0.0, f64::max);
-    let mut svg = Svg::new(860.0, 380.0, "One step of rank 0: what computes, what is gathered, what is reduced");
+    let mut svg = Diagram::new(860.0, 380.0, "One step of rank 0: what computes, what is gathered, what is reduced");
     let scale = 770.0 / longest;
     for (index, ((title, ..), report)) in rows.iter().zip(&reports).enumerate() {
         let top = 8.0 + 120.0 * index as f64;

@@ -5,6 +5,7 @@
 mod attributes;
 mod choosing;
 mod configuration;
+mod diagram;
 mod errors;
 mod exercises;
 mod inside;
@@ -19,5 +20,4 @@ mod pictures;
 mod planned;
 mod shown;
 mod start;
-mod svg;
 mod words;

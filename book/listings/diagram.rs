@@ -4,13 +4,13 @@ use std::f64::consts::TAU;
 use std::fmt::Write;
 
 /// A picture that is being drawn. Lengths are in its own units, which are pixels at full size.
-pub(crate) struct Svg {
+pub(crate) struct Diagram {
     size: [f64; 2],
     title: String,
     body: String,
 }
 
-impl Svg {
+impl Diagram {
     /// An empty picture of `width` and `height`; `title` is read out in its place.
     pub(crate) fn new(width: f64, height: f64, title: &str) -> Self {
         Self { size: [width, height], title: title.to_owned(), body: String::new() }
@@ -76,6 +76,17 @@ impl Svg {
         let top = (y1 + y2) / 4.0 + my / 2.0;
         let below = bend < 0.0 && dx >= 0.0 || bend > 0.0 && dx < 0.0;
         self.text([(x1 + x2) / 4.0 + mx / 2.0, if below { top + 17.0 } else { top - 7.0 }], "middle", label);
+    }
+
+    /// A line through `points`, dashed or not.
+    pub(crate) fn curve(&mut self, points: impl IntoIterator<Item = [f64; 2]>, colour: &str, dashed: bool) {
+        let points: Vec<_> = points.into_iter().map(|[x, y]| format!("{x:.1},{y:.1}")).collect();
+        let dashes = if dashed { " stroke-dasharray=\"7 5\"" } else { "" };
+        let _ = writeln!(
+            self.body,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{dashes}/>",
+            points.join(" ")
+        );
     }
 
     /// A thin line.

@@ -12,8 +12,9 @@ use fsdp_core::{
 use crate::diagram::Diagram;
 use crate::output::assert_shown;
 
-const UNIT: UnitTraits =
-    UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
+fn unit() -> UnitTraits {
+    UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 4096, ..UnitTraits::default() }
+}
 
 /// Every transition of a unit's state: from, call, to. The calls are tried in every state that is reached.
 fn transitions() -> Vec<(UnitState, &'static str, UnitState)> {
@@ -95,7 +96,7 @@ fn successions(stage: Stage) -> BTreeSet<(&'static str, &'static str)> {
                     accumulate: fsdp_core::Accumulate::Reduced,
                     needs_norm: false,
                 };
-                let traits = UnitTraits { gathered_on_use: stage == Stage::Parameters, ..UNIT };
+                let traits = UnitTraits { gathered_on_use: stage == Stage::Parameters, ..unit() };
                 let program = Program::steady(&rules, &vec![traits; num_units], &Uses::in_order(num_units));
                 let mut last = vec![None; num_units];
                 // Twice, since a step gathers for the one that follows it.
@@ -237,7 +238,7 @@ fn backward(schedule: &mut Schedule, order: &[UnitIndex]) -> Vec<String> {
 fn ranks_whose_gradients_appear_in_other_orders_reduce_in_one() {
     let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
     let run = |order: &[UnitIndex]| {
-        let mut schedule = Schedule::new(Stage::Parameters, &[UNIT; 3], depth);
+        let mut schedule = Schedule::new(Stage::Parameters, &[unit(); 3], depth);
         backward(&mut schedule, order)
     };
     let (rank_0, rank_1, rank_2) = (run(&[2, 1, 0]), run(&[1, 2, 0]), run(&[2, 0]));
@@ -272,7 +273,7 @@ fn at_most_two_units_of_whole_gradients_exist() {
         accumulate: fsdp_core::Accumulate::Reduced,
         needs_norm: false,
     };
-    let program = Program::steady(&rules, &[UNIT; 12], &Uses::in_order(12));
+    let program = Program::steady(&rules, &[unit(); 12], &Uses::in_order(12));
     let (mut in_flight, mut most) = (0, 0);
     for action in program.actions() {
         match action {

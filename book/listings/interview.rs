@@ -77,7 +77,7 @@ fn passes(num_micro_batches: u64) -> String {
 
 /// Units gathered at once, in the actions of a step.
 fn gathered(depth: usize) -> String {
-    let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 1 };
+    let unit = UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 1, ..UnitTraits::default() };
     let rules = StepRules {
         stage: Stage::Parameters,
         depth: PrefetchDepth { forward: depth, backward: depth, max_bytes: None },

@@ -163,7 +163,8 @@ globalThis.fsdp ??= {};
      * controls, each with `name`, `kind`, `label` and `value`. Whenever one of them changes, `draw(state, width)` makes the
      * elements of `scene` and of `numbers` anew, for so many pixels.
      *
-     * Buttons of the page with `data-fsdp="NAME"` set what their `data-set` says, as does the page's own address.
+     * Buttons of the page with `data-fsdp="NAME"` set what their `data-set` says, as does the page's own address; the first
+     * of an item of a list begins anew.
      */
     fsdp.widget = (name, fields, draw) => {
         const root = document.getElementById(`fsdp-${name}`);
@@ -187,7 +188,8 @@ globalThis.fsdp ??= {};
             });
             return { field, ...control };
         });
-        const take = (text) => {
+        const take = (text, isAnew = false) => {
+            if (isAnew) for (const field of fields) state[field.name] = field.value;
             for (const [key, value] of new URLSearchParams(text)) {
                 const field = fields.find((field) => field.name === key);
                 const known = field && readBack(field, value);
@@ -203,7 +205,8 @@ globalThis.fsdp ??= {};
         root.addEventListener("keydown", (event) => event.stopPropagation());
         document.addEventListener("click", (event) => {
             const button = event.target.closest?.(`button[data-fsdp="${name}"]`);
-            if (button) take(button.dataset.set);
+            const isFirst = button?.closest("li")?.querySelector("button") === button;
+            if (button) take(button.dataset.set, isFirst);
         });
         fsdp.widgets[name] = { take, get: () => fields.map((field) => `${field.name}=${written(state[field.name])}`).join("&") };
         take(location.search);

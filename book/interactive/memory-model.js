@@ -32,21 +32,19 @@ globalThis.fsdp ??= {};
     /**
      * What a step holds of the largest unit's state, of which some is on a disk: of parameters the next, the old, the new
      * and those being written; of gradients the next, those that are stepped, and their multiple; of optimizer state what
-     * is read for the next unit, what is being written of the last one, and twice what is stepped.
+     * is read for the next unit, what is being written of the last one, and twice what is stepped. Buffers for what is on
+     * its way lie in the memory of the host.
      */
-    const tierBytes = (offload, unitLen, bytes) => {
-        const moving =
-            (offload.parameters ? 4 * bytes.parameter * unitLen : 0) +
-            (offload.gradients ? 3 * bytes.gradient * unitLen : 0) +
-            (offload.optimizer ? 4 * bytes.optimizer * unitLen : 0);
-        return moving + (moving > 0 ? offload.bufferBytes : 0);
-    };
+    const tierBytes = (offload, unitLen, bytes) =>
+        (offload.parameters ? 4 * bytes.parameter * unitLen : 0) +
+        (offload.gradients ? 3 * bytes.gradient * unitLen : 0) +
+        (offload.optimizer ? 4 * bytes.optimizer * unitLen : 0);
 
     /**
      * What the first rank holds, which has the largest blocks.
      *
      * `setting`: `parameters`, `units`, `ranks`, `optimizer`, `precision`, `prefetch` (units ahead), `activations` (bytes,
-     * or `null`) and `offload`: which kinds of state lie on a disk, and the bytes of its buffers.
+     * or `null`) and `offload`: which kinds of state lie on a disk.
      */
     fsdp.memory = (setting, stage, ranks = setting.ranks) => {
         const bytes = fsdp.bytesPerParameter(setting);
@@ -60,7 +58,7 @@ globalThis.fsdp ??= {};
         const inFlightLen = stage === 1 ? 0 : Math.min(2 * largestLen, fullLen);
         const steppedLen = stage >= 1 ? shardLen : fullLen;
         // Only blocks can lie on a disk, not what is whole on every rank.
-        const offload = { ...setting.offload, parameters: setting.offload.parameters && stage === 3 };
+        const offload = { ...setting.offload, parameters: setting.offload.parameters && stage === 3 && ranks > 1 };
         const unitLen = Math.ceil((largestLen * steppedLen) / Math.max(fullLen, 1));
         const estimate = {
             parameter_bytes: rest(bytes.parameter * (stage === 3 ? shardLen : fullLen), offload.parameters),

@@ -17,7 +17,7 @@
         ["gradient_bytes", "gradients", "gradients"],
         ["gathered_bytes", "gathered units", "gathered"],
         ["reducing_bytes", "being reduced", "reducing"],
-        ["tier_bytes", "passing from and to the disk", "tier"],
+        ["tier_bytes", "to and from the disk", "tier"],
         ["activation_bytes", "activations", "activations"],
     ];
 
@@ -50,8 +50,7 @@
         precision: state.precision,
         prefetch: state.prefetch,
         activations: state.activations > 0 ? state.activations * GB : null,
-        // 16 MiB are the default of `nvme_buffer_bytes`.
-        offload: { ...Object.fromEntries(state.offload.map((kind) => [kind, true])), bufferBytes: 16 * 2 ** 20 },
+        offload: Object.fromEntries(state.offload.map((kind) => [kind, true])),
     });
 
     /** The run's file, and the command that says the same. */
@@ -72,14 +71,17 @@
         return [`${lines.join("\n")}\n`, words.join(" ")];
     };
 
-    /** `4P + 12P/N`: what of the state is whole, and what is cut. */
+    /** `4P + 12P/N`: what of the state is whole, and what is cut; without what lies on a disk. */
     const formula = (of, stage) => {
         const bytes = fsdp.bytesPerParameter(of);
-        const isCut = [stage >= 3, stage >= 2, stage >= 1];
-        const kinds = [bytes.parameter, bytes.gradient, bytes.optimizer];
-        const sum = (cut) => kinds.reduce((all, kind, at) => all + (isCut[at] === cut ? kind : 0), 0);
-        const terms = [sum(false) > 0 ? `${sum(false)}P` : "", sum(true) > 0 ? `${sum(true)}P/N` : ""];
-        return terms.filter((term) => term !== "").join(" + ");
+        const kinds = [
+            { bytes: bytes.parameter, isCut: stage >= 3, isAway: of.offload.parameters && stage === 3 && of.ranks > 1 },
+            { bytes: bytes.gradient, isCut: stage >= 2, isAway: of.offload.gradients },
+            { bytes: bytes.optimizer, isCut: stage >= 1, isAway: of.offload.optimizer },
+        ];
+        const sum = (isCut) => kinds.reduce((all, kind) => all + (kind.isCut === isCut && !kind.isAway ? kind.bytes : 0), 0);
+        const terms = [[sum(false), "P"], [sum(true), "P/N"]].filter(([bytes]) => bytes > 0);
+        return terms.map(([bytes, of]) => `${bytes}${of}`).join(" + ") || "0";
     };
 
     const bars = (width, state, estimates, deviceBytes) => {
@@ -109,8 +111,11 @@
         const bottom = top + 4 * height + 3 * gap + 8;
         const end = left + scale(deviceBytes);
         const device = [
-            svg("line", { class: "device", x1: end, x2: end, y1: 14, y2: bottom }),
-            svg("text", { x: end < width / 2 ? end : end - 4, y: 10, "text-anchor": end < width / 3 ? "start" : "end" }, `a device: ${humanBytes(deviceBytes)}`),
+            // On a narrow page labels stand between the bars.
+            ...(wide ? [[14, bottom]] : STAGES.map((stage) => [top + stage * (height + gap) - 3, top + stage * (height + gap) + height + 3])).map(([y1, y2]) =>
+                svg("line", { class: "device", x1: end, x2: end, y1, y2 }),
+            ),
+            svg("text", { x: end < width / 3 ? end : end - 4, y: 10, "text-anchor": end < width / 3 ? "start" : "end" }, `a device: ${humanBytes(deviceBytes)}`),
         ];
         const label = `Memory of a rank: ${STAGES.map((stage) => `stage ${stage} ${humanBytes(estimates[stage].peak_bytes)} at its peak`).join(", ")}; a device has ${humanBytes(deviceBytes)}.`;
         return fsdp.picture(width, bottom + 2, label, ...rows, ...device);

@@ -179,7 +179,7 @@
                         ["here, the field", cut === 0 ? attribute(state, shape) : html("code", {}, attribute(state, shape))],
                         ["JAX, on a mesh of these axes", html("code", {}, jax(state, shape))],
                         ["FSDP2", html("code", {}, cut === null ? "ignored_params" : `Shard(${cut})`)],
-                    ]),
+                    ].map((cells) => ({ cells, attributes: { class: "written" } }))),
                 ),
             ],
         };

@@ -65,8 +65,10 @@ fn decoded(address: &str) -> String {
 #[test]
 fn every_link_and_anchor_of_the_built_book_leads_somewhere() {
     let folder = book::folder();
-    let pages: BTreeMap<PathBuf, String> =
-        files(&folder, "html").into_iter().map(|path| (path.clone(), markup(&fs::read_to_string(&path).unwrap()))).collect();
+    let pages: BTreeMap<PathBuf, String> = files(&folder, "html")
+        .into_iter()
+        .map(|path| (path.clone(), markup(&fs::read_to_string(&path).unwrap())))
+        .collect();
     let ids: BTreeMap<&Path, BTreeSet<String>> =
         pages.iter().map(|(path, page)| (path.as_path(), attributes(page, "id").collect())).collect();
     let mut broken = Vec::new();
@@ -84,7 +86,10 @@ fn every_link_and_anchor_of_the_built_book_leads_somewhere() {
             let target = if target.is_dir() { target.join("index.html") } else { target };
             match target.canonicalize() {
                 Err(_) => broken.push(format!("{shown}: there is no {address}")),
-                Ok(target) if !anchor.is_empty() && !ids.get(target.as_path()).is_some_and(|ids| ids.contains(&decoded(anchor))) => {
+                Ok(target)
+                    if !anchor.is_empty()
+                        && !ids.get(target.as_path()).is_some_and(|ids| ids.contains(&decoded(anchor))) =>
+                {
                     broken.push(format!("{shown}: nothing has the name of {address}"));
                 }
                 Ok(_) => {}
@@ -115,7 +120,9 @@ fn the_built_book_has_no_directive_that_mdbook_did_not_understand_and_no_name_tw
             }
         }
         // An anchor that an included file does not have leaves an empty block.
-        if page.contains("<code class=\"language-rust\"></code>") || page.contains("<code class=\"language-text\"></code>") {
+        if page.contains("<code class=\"language-rust\"></code>")
+            || page.contains("<code class=\"language-text\"></code>")
+        {
             broken.push(format!("{shown}: a block of code is empty"));
         }
     }

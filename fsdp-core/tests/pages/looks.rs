@@ -26,7 +26,8 @@ fn decoded(text: &str) -> Vec<u8> {
     };
     let letters: Vec<u8> = text.bytes().filter(|&letter| letter != b'=').collect();
     let bytes = letters.chunks(4).flat_map(|four| {
-        let bits = four.iter().fold(0u32, |bits, &letter| bits << 6 | u32::from(value(letter))) << (6 * (4 - four.len()));
+        let bits =
+            four.iter().fold(0u32, |bits, &letter| bits << 6 | u32::from(value(letter))) << (6 * (4 - four.len()));
         bits.to_be_bytes()[1..four.len()].to_vec()
     });
     bytes.collect()
@@ -130,7 +131,10 @@ fn the_ground_is_what_the_system_prefers() {
             grounds.push(ground);
             take_picture(&mut browser, &format!("{page}-{width}-{scheme}"));
         }
-        assert!(grounds[0] == grounds[2] && grounds[1] == grounds[3] && grounds[0] != grounds[1], "{page}: {grounds:?}");
+        assert!(
+            grounds[0] == grounds[2] && grounds[1] == grounds[3] && grounds[0] != grounds[1],
+            "{page}: {grounds:?}"
+        );
     }
 }
 

@@ -130,7 +130,8 @@ fn offloaded(parameters: usize, ranks: usize, units: usize, half: bool, stage: S
             parameters: if stage == Stage::Parameters { share("parameters") } else { 0.0 },
             gradients: share("gradients"),
             optimizer: share("optimizer"),
-            buffer_bytes: fsdp_core::OffloadConfig::default().nvme_buffer_bytes as u64,
+            // They lie in the host's memory.
+            buffer_bytes: 0,
         },
         ..MemoryModel::new(0)
     };
@@ -247,7 +248,8 @@ fn the_picture_of_a_step_is_the_simulated_trace() {
                     "stage {stage}, {setting}: {name} from {start} to {end} is not drawn: {drawn:?}"
                 );
             }
-            let computed = |spans: &[Span]| spans.iter().filter(|span| span.0 == 0).map(|span| span.1.clone()).collect();
+            let computed =
+                |spans: &[Span]| spans.iter().filter(|span| span.0 == 0).map(|span| span.1.clone()).collect();
             let (was, is): (Vec<String>, Vec<String>) = (computed(&recorded), computed(&drawn));
             assert_eq!(was, is, "stage {stage}, {setting}");
         }
@@ -323,4 +325,68 @@ fn the_mesh_explorer_refuses_as_the_library_does() {
         let shown = browser.evaluate("document.querySelector('#fsdp-mesh .refused').textContent");
         assert_eq!(shown, refusal.to_string());
     }
+}
+
+/// The number that a widget shows under a name, after a button of the lesson was pressed.
+fn after(browser: &mut Browser, button: &str, name: &str) -> f64 {
+    let pressed = browser.evaluate(&format!(
+        "(() => {{ const button = [...document.querySelectorAll('.fsdp-lesson li button')]
+            .find((button) => button.textContent.replace(/\\s+/g, ' ') === {button:?});
+            button?.click(); return button !== undefined; }})()"
+    ));
+    assert_eq!(pressed, true, "no button says {button}");
+    let value = shown(browser, name);
+    value.as_f64().unwrap_or_else(|| f64::from(u8::from(value == true)))
+}
+
+#[test]
+fn what_the_lesson_on_memory_says_is_so() {
+    let mut browser = opened("memory");
+    let mut of = |button: &str, name: &str| after(&mut browser, button, name);
+    assert_eq!(of("7 billion at stage 0", "0.state_bytes"), 16.0 * 7e9);
+    assert_eq!(of("7 billion at stage 0", "0.optimizer_bytes"), 8.0 * 7e9);
+    assert_eq!((of("7 billion at stage 0", "0.fits"), of("512 ranks", "0.fits")), (0.0, 0.0));
+    assert_eq!(of("7 billion at stage 0", "0.peak_bytes"), of("512 ranks", "0.peak_bytes"));
+    let whole = [of("Stage 1", "0.peak_bytes"), of("Stage 1", "1.parameter_bytes"), of("Stage 1", "1.gradient_bytes")];
+    assert_eq!((whole[1], whole[2]), (28e9, 28e9));
+    assert_eq!(of("Stage 1", "1.optimizer_bytes"), 56e9 / 8.0);
+    assert_eq!((of("stage 2", "2.gradient_bytes"), of("stage 3", "3.parameter_bytes")), (28e9 / 8.0, 28e9 / 8.0));
+    assert!(of("stage 3", "3.gathered_bytes") < of("stage 3", "3.state_bytes") / 5.0);
+    assert_eq!(of("One unit", "3.gathered_bytes"), 28e9);
+    assert_eq!(of("32 of them", "3.gathered_bytes"), 2.0 * 28e9 / 32.0);
+    assert_eq!(of("Prefetch 8 units", "3.gathered_bytes"), 9.0 * 28e9 / 32.0);
+    assert_eq!(of("bf16", "0.state_bytes"), 16.0 * 7e9);
+    assert_eq!(of("bf16", "0.reducing_bytes"), 28e9 / 32.0);
+    let without = of("32 of them", "3.peak_bytes");
+    let with = of("24 GB of activations", "3.peak_bytes");
+    assert!(without < with && with < without + 24e9, "{without} and {with}");
+    for stage in 0..4 {
+        assert_eq!(of("70 billion", &format!("{stage}.fits")), 0.0);
+        assert_eq!(of("optimizer on a disk", &format!("{stage}.fits")), f64::from(u8::from(stage == 3)));
+    }
+}
+
+#[test]
+fn what_the_lesson_on_a_step_says_is_so() {
+    let mut browser = opened("step");
+    let mut of = |button: &str, name: &str| after(&mut browser, button, name);
+    let (none, one, four) =
+        (of("No prefetch", "3.exposed_s"), of("Depth 1", "3.exposed_s"), of("depth 4", "3.exposed_s"));
+    assert!(one < none / 5.0 && four == one, "{none}, {one} and {four}");
+    assert!(of("depth 4", "3.peak_gathered_bytes") > of("Depth 1", "3.peak_gathered_bytes"));
+    let passes = |bytes: f64| bytes / (4e9 * 3.0 / 4.0);
+    assert_eq!(passes(of("Stage 0", "0.sent_bytes")), 2.0);
+    assert!((2.8..3.0).contains(&passes(of("Stage 3", "3.sent_bytes"))));
+    assert!(of("Stage 1", "1.overlap") < 0.05 && of("stage 2", "2.overlap") > 0.3);
+    assert!(of("Stage 1", "1.exposed_s") > of("stage 2", "2.exposed_s"));
+    assert!(of("stage 2", "2.exposed_s") > of("Stage 3", "3.exposed_s"));
+    assert!(of("A slow link", "3.communication_s") > of("A slow link", "3.compute_s"));
+    let (slow, deep) = (of("A slow link", "3.exposed_s"), of("no depth", "3.exposed_s"));
+    assert!(deep > 0.9 * slow, "{slow} and {deep}");
+    assert!(of("More tokens", "3.overlap") > 0.85 && of("A slow link", "3.overlap") < 0.6);
+    assert_eq!(of("More tokens", "3.sent_bytes"), of("A slow link", "3.sent_bytes"));
+    let (long, few) = (of("A long latency", "3.step_s"), of("Two units", "3.step_s"));
+    assert!(few < long && of("A long latency", "3.exposed_s") > 0.75 * long, "{long} and {few}");
+    assert!(of("Two units", "3.peak_gathered_bytes") > of("A long latency", "3.peak_gathered_bytes"));
+    assert!(of("A slow rank", "3.exposed_s") > 3.0 * of("Stage 3", "3.exposed_s"));
 }

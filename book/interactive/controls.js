@@ -21,7 +21,11 @@ globalThis.fsdp ??= {};
 
     /** A picture of so many pixels, with a text for those who do not see it. Where its place is narrower, it shrinks. */
     fsdp.picture = (width, height, label, ...children) =>
-        fsdp.svg("svg", { viewBox: `0 0 ${width} ${height}`, style: `width: ${width}px`, role: "img", "aria-label": label }, ...children);
+        fsdp.svg(
+            "svg",
+            { viewBox: `0 0 ${width} ${height}`, style: `width: ${width}px`, role: "img", "aria-label": label },
+            ...children,
+        );
 
     /** The names of colours. `entries`: `[class, name]`. */
     fsdp.key = (entries) =>
@@ -34,8 +38,15 @@ globalThis.fsdp ??= {};
     /** A table, with a head unless that is `null`, and rows of cells; the first cell of a row is its head. */
     fsdp.table = (caption, head, rows) => {
         const row = ([first, ...cells], attributes = {}) =>
-            fsdp.html("tr", attributes, fsdp.html("th", { scope: "row" }, first), ...cells.map((cell) => fsdp.html("td", {}, cell)));
-        const heads = (head ?? []).map((cell) => (cell === "" ? fsdp.html("td", {}) : fsdp.html("th", { scope: "col" }, cell)));
+            fsdp.html(
+                "tr",
+                attributes,
+                fsdp.html("th", { scope: "row" }, first),
+                ...cells.map((cell) => fsdp.html("td", {}, cell)),
+            );
+        const heads = (head ?? []).map((cell) =>
+            cell === "" ? fsdp.html("td", {}) : fsdp.html("th", { scope: "col" }, cell),
+        );
         const table = fsdp.html("table", {}, fsdp.html("caption", {}, caption));
         if (head !== null) table.append(fsdp.html("thead", {}, fsdp.html("tr", {}, ...heads)));
         table.append(fsdp.html("tbody", {}, ...rows.map((cells) => row(cells.cells ?? cells, cells.attributes))));
@@ -43,10 +54,19 @@ globalThis.fsdp ??= {};
         return fsdp.html("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table);
     };
 
-    /** The file of a run, and a command. */
+    /** The file of a run, and a command, which is broken between its words only. */
     fsdp.commands = (text, toml, command) => [
         fsdp.html("p", { class: "before" }, text),
-        fsdp.html("div", { class: "commands" }, fsdp.html("pre", { "data-file": "run.toml" }, `# run.toml\n${toml}`), fsdp.html("pre", { "data-command": "" }, command)),
+        fsdp.html(
+            "div",
+            { class: "commands" },
+            fsdp.html("pre", { "data-file": "run.toml" }, `# run.toml\n${toml}`),
+            fsdp.html(
+                "pre",
+                { "data-command": "" },
+                ...command.split(" ").flatMap((word) => [fsdp.html("span", {}, word), " "]),
+            ),
+        ),
     ];
 
     /** The number that a test reads, beside the text that people read. */
@@ -60,8 +80,20 @@ globalThis.fsdp ??= {};
         /** A whole number: to be typed, or on a slider over `stops`. `read` and `show` translate, by default as they are. */
         number({ label, stops, hint, read = readWhole, show = String, least = 1, most = Infinity }, tell) {
             const [id, help] = [newId(), newId()];
-            const text = fsdp.html("input", { id, type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "aria-describedby": help });
-            const slider = fsdp.html("input", { type: "range", min: 0, max: stops.length - 1, "aria-label": `${label}, slider` });
+            const text = fsdp.html("input", {
+                id,
+                type: "text",
+                inputmode: "decimal",
+                autocomplete: "off",
+                spellcheck: "false",
+                "aria-describedby": help,
+            });
+            const slider = fsdp.html("input", {
+                type: "range",
+                min: 0,
+                max: stops.length - 1,
+                "aria-label": `${label}, slider`,
+            });
             const described = fsdp.html("small", { id: help }, hint ?? "");
             const refused = (is) => {
                 text.setAttribute("aria-invalid", String(is));
@@ -83,7 +115,10 @@ globalThis.fsdp ??= {};
             });
             const place = (value) => {
                 const distance = (stop) => Math.abs(Math.log((stop + 1e-9) / (value + 1e-9)));
-                slider.value = stops.reduce((best, stop, at) => (distance(stop) < distance(stops[best]) ? at : best), 0);
+                slider.value = stops.reduce(
+                    (best, stop, at) => (distance(stop) < distance(stops[best]) ? at : best),
+                    0,
+                );
                 slider.setAttribute("aria-valuetext", show(value));
             };
             const set = (value) => {
@@ -91,13 +126,29 @@ globalThis.fsdp ??= {};
                 text.value = show(value);
                 place(value);
             };
-            return { element: fsdp.html("div", { class: "number" }, fsdp.html("label", { for: id }, label), text, slider, described), set };
+            return {
+                element: fsdp.html(
+                    "div",
+                    { class: "number" },
+                    fsdp.html("label", { for: id }, label),
+                    text,
+                    slider,
+                    described,
+                ),
+                set,
+            };
         },
 
         /** A line of text that `read` understands, or answers with `null`; `hint` says what it should be. */
         text({ label, hint, read, show }, tell) {
             const [id, help] = [newId(), newId()];
-            const text = fsdp.html("input", { id, type: "text", autocomplete: "off", spellcheck: "false", "aria-describedby": help });
+            const text = fsdp.html("input", {
+                id,
+                type: "text",
+                autocomplete: "off",
+                spellcheck: "false",
+                "aria-describedby": help,
+            });
             text.addEventListener("input", () => {
                 const value = read(text.value);
                 text.setAttribute("aria-invalid", String(value === null));
@@ -107,7 +158,16 @@ globalThis.fsdp ??= {};
                 text.setAttribute("aria-invalid", "false");
                 text.value = show(value);
             };
-            return { element: fsdp.html("div", { class: "number" }, fsdp.html("label", { for: id }, label), text, fsdp.html("small", { id: help }, hint)), set };
+            return {
+                element: fsdp.html(
+                    "div",
+                    { class: "number" },
+                    fsdp.html("label", { for: id }, label),
+                    text,
+                    fsdp.html("small", { id: help }, hint),
+                ),
+                set,
+            };
         },
 
         /** One of few, all of them in sight. `options`: `[value, name]`. */
@@ -118,17 +178,29 @@ globalThis.fsdp ??= {};
                 radio.addEventListener("change", () => tell(value));
                 return [value, radio, fsdp.html("label", {}, radio, fsdp.html("span", {}, name))];
             });
-            const element = fsdp.html("fieldset", {}, fsdp.html("legend", {}, label), fsdp.html("div", { class: "options" }, ...radios.map(([, , of]) => of)));
+            const element = fsdp.html(
+                "fieldset",
+                {},
+                fsdp.html("legend", {}, label),
+                fsdp.html("div", { class: "options" }, ...radios.map(([, , of]) => of)),
+            );
             return { element, set: (value) => radios.forEach(([of, radio]) => (radio.checked = of === value)) };
         },
 
         /** One of many. */
         select({ label, options }, tell) {
             const id = newId();
-            const select = fsdp.html("select", { id }, ...options.map(([value, name]) => fsdp.html("option", { value }, name)));
+            const select = fsdp.html(
+                "select",
+                { id },
+                ...options.map(([value, name]) => fsdp.html("option", { value }, name)),
+            );
             select.addEventListener("change", () => tell(options[select.selectedIndex][0]));
             const set = (value) => (select.selectedIndex = options.findIndex(([of]) => of === value));
-            return { element: fsdp.html("div", { class: "select" }, fsdp.html("label", { for: id }, label), select), set };
+            return {
+                element: fsdp.html("div", { class: "select" }, fsdp.html("label", { for: id }, label), select),
+                set,
+            };
         },
 
         /** Any of few: the value is the list of those that are on. */
@@ -138,7 +210,12 @@ globalThis.fsdp ??= {};
                 box.addEventListener("change", () => tell(boxes.filter(([, one]) => one.checked).map(([of]) => of)));
                 return [value, box, fsdp.html("label", {}, box, fsdp.html("span", {}, name))];
             });
-            const element = fsdp.html("fieldset", {}, fsdp.html("legend", {}, label), fsdp.html("div", { class: "options" }, ...boxes.map(([, , of]) => of)));
+            const element = fsdp.html(
+                "fieldset",
+                {},
+                fsdp.html("legend", {}, label),
+                fsdp.html("div", { class: "options" }, ...boxes.map(([, , of]) => of)),
+            );
             return { element, set: (value) => boxes.forEach(([of, box]) => (box.checked = value.includes(of))) };
         },
     };
@@ -174,7 +251,10 @@ globalThis.fsdp ??= {};
         const settings = fsdp.html("p", { class: "settings" });
         let width = 0;
         const redraw = () => {
-            const told = fields.map((field) => `${field.label}: ${field.options ? named(field, state[field.name]) : (field.show ?? String)(state[field.name])}`);
+            const told = fields.map(
+                (field) =>
+                    `${field.label}: ${field.options ? named(field, state[field.name]) : (field.show ?? String)(state[field.name])}`,
+            );
             settings.textContent = told.join(" · ");
             width = root.clientWidth;
             const drawn = draw(state, Math.max(280, Math.min(960, Math.floor(width) || 720)));
@@ -198,7 +278,11 @@ globalThis.fsdp ??= {};
             for (const { field, set } of controls) set(state[field.name]);
             redraw();
         };
-        const form = fsdp.html("form", { class: "controls", "aria-label": `${root.getAttribute("aria-label")}: settings` }, ...controls.map(({ element }) => element));
+        const form = fsdp.html(
+            "form",
+            { class: "controls", "aria-label": `${root.getAttribute("aria-label")}: settings` },
+            ...controls.map(({ element }) => element),
+        );
         form.addEventListener("submit", (event) => event.preventDefault());
         root.replaceChildren(settings, scene, form, numbers);
         // The book turns its pages with the arrow keys, which here move sliders.
@@ -208,7 +292,10 @@ globalThis.fsdp ??= {};
             const isFirst = button?.closest("li")?.querySelector("button") === button;
             if (button) take(button.dataset.set, isFirst);
         });
-        fsdp.widgets[name] = { take, get: () => fields.map((field) => `${field.name}=${written(state[field.name])}`).join("&") };
+        fsdp.widgets[name] = {
+            take,
+            get: () => fields.map((field) => `${field.name}=${written(state[field.name])}`).join("&"),
+        };
         take(location.search);
         lesson(name);
         // Pictures are drawn in pixels of their place, so that text in them stays as large.
@@ -228,7 +315,10 @@ globalThis.fsdp ??= {};
         if (place === null) return;
         const items = [...place.querySelectorAll("li")];
         const count = fsdp.html("span", {});
-        const [back, next] = [["Back", -1], ["Next", 1]].map(([text, by]) => {
+        const [back, next] = [
+            ["Back", -1],
+            ["Next", 1],
+        ].map(([text, by]) => {
             const button = fsdp.html("button", { type: "button" }, text);
             button.addEventListener("click", () => {
                 show(at + by);
@@ -242,10 +332,18 @@ globalThis.fsdp ??= {};
             items.forEach((item, index) => item.classList.toggle("current", index === at));
             count.textContent = `Try ${at + 1} of ${items.length}`;
             // A button that loses its sense while it has the focus would lose that too.
-            for (const [button, isEnd] of [[back, at === 0], [next, at === items.length - 1]]) button.setAttribute("aria-disabled", String(isEnd));
+            for (const [button, isEnd] of [
+                [back, at === 0],
+                [next, at === items.length - 1],
+            ])
+                button.setAttribute("aria-disabled", String(isEnd));
         };
         for (const button of [back, next]) {
-            button.addEventListener("click", (event) => button.getAttribute("aria-disabled") === "true" && event.stopImmediatePropagation(), true);
+            button.addEventListener(
+                "click",
+                (event) => button.getAttribute("aria-disabled") === "true" && event.stopImmediatePropagation(),
+                true,
+            );
         }
         const turn = fsdp.html("div", { class: "turn" }, count, back, next);
         // A button that has the focus turns the lesson, not the book.

@@ -35,7 +35,9 @@ globalThis.fsdp ??= {};
         /** The ranks that differ from `rank` only along `axis`, itself among them. */
         group(axis, rank) {
             const others = (of) => JSON.stringify(this.coordinates(of).filter((_, at) => this.axes[at][0] !== axis));
-            return Array.from({ length: this.worldSize }, (_, other) => other).filter((other) => others(other) === others(rank));
+            return Array.from({ length: this.worldSize }, (_, other) => other).filter(
+                (other) => others(other) === others(rank),
+            );
         }
 
         toString() {

@@ -8,7 +8,12 @@
     const GB = 1e9;
 
     /** Devices of `fsdp-core/src/hardware.rs`, with their memory. */
-    const DEVICES = [["H100", 80 * GB], ["H200", 141 * GB], ["A100", 80 * GB], ["4090", 24 * GB]];
+    const DEVICES = [
+        ["H100", 80 * GB],
+        ["H200", 141 * GB],
+        ["A100", 80 * GB],
+        ["4090", 24 * GB],
+    ];
 
     /** What memory holds: field of the estimate, name, colour. */
     const PARTS = [
@@ -29,16 +34,92 @@
     const powers = (most) => Array.from({ length: Math.log2(most) + 1 }, (_, at) => 2 ** at);
 
     const FIELDS = [
-        { name: "parameters", kind: "number", label: "Parameters", value: 7e9, stops: counts, read: fsdp.parseCount, show: fsdp.count, least: 1000, most: 1e13, hint: "such as 7e9, 7B or 350M" },
+        {
+            name: "parameters",
+            kind: "number",
+            label: "Parameters",
+            value: 7e9,
+            stops: counts,
+            read: fsdp.parseCount,
+            show: fsdp.count,
+            least: 1000,
+            most: 1e13,
+            hint: "such as 7e9, 7B or 350M",
+        },
         { name: "ranks", kind: "number", label: "Ranks", value: 8, stops: powers(4096), most: 65536 },
-        { name: "stage", kind: "choice", label: "Stage", value: 0, options: STAGES.map((stage) => [stage, NAMES[stage]]) },
-        { name: "precision", kind: "choice", label: "Precision", value: "f32", options: [["f32", "float32"], ["bf16", "bf16, float32 masters"]] },
-        { name: "optimizer", kind: "select", label: "Optimizer", value: "adam", options: [["adam", "Adam: two moments"], ["sgd-momentum", "SGD with momentum"], ["sgd", "plain SGD"]] },
-        { name: "offload", kind: "checks", label: "On a disk", value: [], options: [["optimizer", "optimizer"], ["gradients", "gradients"], ["parameters", "parameters"]] },
-        { name: "units", kind: "number", label: "Units", value: 32, stops: [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128], most: 1000 },
-        { name: "prefetch", kind: "number", label: "Prefetch depth", value: 1, stops: [0, 1, 2, 3, 4, 6, 8], least: 0, most: 16 },
-        { name: "activations", kind: "number", label: "Activations, GB", value: 0, stops: [0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96], least: 0, most: 1000, hint: "0: not known" },
-        { name: "device", kind: "select", label: "Device", value: "H100", options: DEVICES.map(([name, bytes]) => [name, `${name}, ${bytes / GB} GB`]) },
+        {
+            name: "stage",
+            kind: "choice",
+            label: "Stage",
+            value: 0,
+            options: STAGES.map((stage) => [stage, NAMES[stage]]),
+        },
+        {
+            name: "precision",
+            kind: "choice",
+            label: "Precision",
+            value: "f32",
+            options: [
+                ["f32", "float32"],
+                ["bf16", "bf16, float32 masters"],
+            ],
+        },
+        {
+            name: "optimizer",
+            kind: "select",
+            label: "Optimizer",
+            value: "adam",
+            options: [
+                ["adam", "Adam: two moments"],
+                ["sgd-momentum", "SGD with momentum"],
+                ["sgd", "plain SGD"],
+            ],
+        },
+        {
+            name: "offload",
+            kind: "checks",
+            label: "On a disk",
+            value: [],
+            options: [
+                ["optimizer", "optimizer"],
+                ["gradients", "gradients"],
+                ["parameters", "parameters"],
+            ],
+        },
+        {
+            name: "units",
+            kind: "number",
+            label: "Units",
+            value: 32,
+            stops: [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128],
+            most: 1000,
+        },
+        {
+            name: "prefetch",
+            kind: "number",
+            label: "Prefetch depth",
+            value: 1,
+            stops: [0, 1, 2, 3, 4, 6, 8],
+            least: 0,
+            most: 16,
+        },
+        {
+            name: "activations",
+            kind: "number",
+            label: "Activations, GB",
+            value: 0,
+            stops: [0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96],
+            least: 0,
+            most: 1000,
+            hint: "0: not known",
+        },
+        {
+            name: "device",
+            kind: "select",
+            label: "Device",
+            value: "H100",
+            options: DEVICES.map(([name, bytes]) => [name, `${name}, ${bytes / GB} GB`]),
+        },
     ];
 
     /** What the model of memory is told. */
@@ -56,7 +137,8 @@
     /** The run's file, and the command that says the same. */
     const commands = (state) => {
         const lines = [`stage = ${state.stage}`, `world_size = ${state.ranks}`];
-        if (state.prefetch !== 1) lines.push("", "[prefetch]", `forward = ${state.prefetch}`, `backward = ${state.prefetch}`);
+        if (state.prefetch !== 1)
+            lines.push("", "[prefetch]", `forward = ${state.prefetch}`, `backward = ${state.prefetch}`);
         if (state.precision !== "f32") lines.push("", "[precision]", `parameters = "${state.precision}"`);
         // Parameters that are whole on every rank do not go to a disk.
         const offload = state.offload.filter((kind) => kind !== "parameters" || state.stage === 3);
@@ -79,8 +161,12 @@
             { bytes: bytes.gradient, isCut: stage >= 2, isAway: of.offload.gradients },
             { bytes: bytes.optimizer, isCut: stage >= 1, isAway: of.offload.optimizer },
         ];
-        const sum = (isCut) => kinds.reduce((all, kind) => all + (kind.isCut === isCut && !kind.isAway ? kind.bytes : 0), 0);
-        const terms = [[sum(false), "P"], [sum(true), "P/N"]].filter(([bytes]) => bytes > 0);
+        const sum = (isCut) =>
+            kinds.reduce((all, kind) => all + (kind.isCut === isCut && !kind.isAway ? kind.bytes : 0), 0);
+        const terms = [
+            [sum(false), "P"],
+            [sum(true), "P/N"],
+        ].filter(([bytes]) => bytes > 0);
         return terms.map(([bytes, of]) => `${bytes}${of}`).join(" + ") || "0";
     };
 
@@ -95,27 +181,60 @@
             const y = top + stage * (height + gap);
             let x = left;
             const parts = PARTS.filter(([field]) => estimate[field] > 0).map(([field, name, colour]) => {
-                const part = svg("rect", { class: `part ${colour}`, x, y, width: scale(estimate[field]), height }, svg("title", {}, `${name}: ${humanBytes(estimate[field])}`));
+                const part = svg(
+                    "rect",
+                    { class: `part ${colour}`, x, y, width: scale(estimate[field]), height },
+                    svg("title", {}, `${name}: ${humanBytes(estimate[field])}`),
+                );
                 x += scale(estimate[field]);
                 return part;
             });
-            const label = svg("text", { x: 0, y: wide ? y + 18 : y - 6, class: stage === state.stage ? "chosen" : "" }, `stage ${stage}`);
+            const label = svg(
+                "text",
+                { x: 0, y: wide ? y + 18 : y - 6, class: stage === state.stage ? "chosen" : "" },
+                `stage ${stage}`,
+            );
             const peak = humanBytes(estimate.peak_bytes);
             const inside = x + 8 * peak.length + 14 > width;
             const told = wide
-                ? svg("text", { x: inside ? x - 8 : x + 8, y: y + 18, "text-anchor": inside ? "end" : "start", class: inside ? "on-part" : "" }, peak)
+                ? svg(
+                      "text",
+                      {
+                          x: inside ? x - 8 : x + 8,
+                          y: y + 18,
+                          "text-anchor": inside ? "end" : "start",
+                          class: inside ? "on-part" : "",
+                      },
+                      peak,
+                  )
                 : svg("text", { x: width, y: y - 6, "text-anchor": "end" }, `peak ${peak}`);
-            const frame = stage === state.stage ? [svg("rect", { class: "frame", x: left, y: y - 3, width: Math.max(x - left, 2), height: height + 6 })] : [];
+            const frame =
+                stage === state.stage
+                    ? [
+                          svg("rect", {
+                              class: "frame",
+                              x: left,
+                              y: y - 3,
+                              width: Math.max(x - left, 2),
+                              height: height + 6,
+                          }),
+                      ]
+                    : [];
             return svg("g", {}, ...parts, ...frame, label, told);
         });
         const bottom = top + 4 * height + 3 * gap + 8;
         const end = left + scale(deviceBytes);
         const device = [
             // On a narrow page labels stand between the bars.
-            ...(wide ? [[14, bottom]] : STAGES.map((stage) => [top + stage * (height + gap) - 3, top + stage * (height + gap) + height + 3])).map(([y1, y2]) =>
-                svg("line", { class: "device", x1: end, x2: end, y1, y2 }),
+            ...(wide
+                ? [[14, bottom]]
+                : STAGES.map((stage) => [top + stage * (height + gap) - 3, top + stage * (height + gap) + height + 3])
+            ).map(([y1, y2]) => svg("line", { class: "device", x1: end, x2: end, y1, y2 })),
+            svg(
+                "text",
+                { x: end < width / 3 ? end : end - 4, y: 10, "text-anchor": end < width / 3 ? "start" : "end" },
+                `a device: ${humanBytes(deviceBytes)}`,
             ),
-            svg("text", { x: end < width / 3 ? end : end - 4, y: 10, "text-anchor": end < width / 3 ? "start" : "end" }, `a device: ${humanBytes(deviceBytes)}`),
         ];
         const label = `Memory of a rank: ${STAGES.map((stage) => `stage ${stage} ${humanBytes(estimates[stage].peak_bytes)} at its peak`).join(", ")}; a device has ${humanBytes(deviceBytes)}.`;
         return fsdp.picture(width, bottom + 2, label, ...rows, ...device);
@@ -150,7 +269,10 @@
             const value = (text) => fsdp.value(`${state.stage}.${field}`, bytes, text);
             return bytes === null ? [key, "?", value("not known")] : [key, humanBytes(bytes), value(grouped(bytes))];
         });
-        rows.push({ attributes: { class: "total" }, cells: ["peak", humanBytes(estimate.peak_bytes), grouped(estimate.peak_bytes)] });
+        rows.push({
+            attributes: { class: "total" },
+            cells: ["peak", humanBytes(estimate.peak_bytes), grouped(estimate.peak_bytes)],
+        });
         return fsdp.table(`Stage ${state.stage} in detail`, ["", "", "bytes"], rows);
     };
 
@@ -160,7 +282,11 @@
         const least = STAGES.find((stage) => estimates[stage].peak_bytes <= deviceBytes);
         const fits = estimate.peak_bytes <= deviceBytes ? "fits" : "does not fit";
         const first =
-            least === undefined ? "No stage fits." : least === 0 ? "All of it fits on every rank, so nothing has to be sharded." : `The lowest stage that fits is ${least}.`;
+            least === undefined
+                ? "No stage fits."
+                : least === 0
+                  ? "All of it fits on every rank, so nothing has to be sharded."
+                  : `The lowest stage that fits is ${least}.`;
         return `At stage ${state.stage}, a rank holds ${humanBytes(estimate.peak_bytes)} at its peak, which ${fits}. ${first}`;
     };
 
@@ -177,7 +303,12 @@
                 fsdp.key(held.map(([, name, colour]) => [colour, name])),
             ],
             numbers: [
-                html("div", { class: "tables" }, overview(of, state, estimates, deviceBytes), details(state, estimates[state.stage])),
+                html(
+                    "div",
+                    { class: "tables" },
+                    overview(of, state, estimates, deviceBytes),
+                    details(state, estimates[state.stage]),
+                ),
                 ...fsdp.commands("The same run as a file, and what the command says of it:", toml, command),
             ],
         };

@@ -13,7 +13,12 @@ globalThis.fsdp ??= {};
 
     /** A count as `parseCount` reads it, and as short as it can be: `7B`, `1.5M`, `12345`. */
     fsdp.count = (value) => {
-        for (const [factor, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]]) {
+        for (const [factor, letter] of [
+            [1e12, "T"],
+            [1e9, "B"],
+            [1e6, "M"],
+            [1e3, "K"],
+        ]) {
             const text = `${value / factor}${letter}`;
             if (value >= factor && text.length <= 6 && fsdp.parseCount(text) === value) return text;
         }

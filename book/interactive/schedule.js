@@ -130,7 +130,10 @@ globalThis.fsdp ??= {};
             for (const unit of order) {
                 if (this.reducesPending.includes(unit)) actions.push(["waitReduce", unit]);
                 actions.push(["step", unit]);
-                this.#gatherAhead(first.filter((other) => other === unit), actions);
+                this.#gatherAhead(
+                    first.filter((other) => other === unit),
+                    actions,
+                );
                 if (publishes) {
                     actions.push(["publish", unit]);
                     // At most two units are published at once.

@@ -133,7 +133,8 @@ globalThis.fsdp ??= {};
 
         report(program) {
             const { origin, setting } = this;
-            const mean = (of) => this.clocks.reduce((sum, clock, at) => sum + of(clock) * this.kinds[at].count, 0) / setting.ranks;
+            const mean = (of) =>
+                this.clocks.reduce((sum, clock, at) => sum + of(clock) * this.kinds[at].count, 0) / setting.ranks;
             const [exposed_s, communication_s] = [mean((clock) => clock.waited), mean((clock) => clock.communicated)];
             const shifted = (one) => ({ ...one, start: one.start - origin, end: one.end - origin });
             return {

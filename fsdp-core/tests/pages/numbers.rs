@@ -36,13 +36,19 @@ fn assert_shown(browser: &mut Browser, setting: &str, name: &str, expected: &Val
 
 /// What the command prints that a widget shows, with the file that it shows, in a folder; `more` is added to the line.
 fn printed(browser: &mut Browser, folder: &Path, more: &[&str]) -> Value {
+    run(browser, folder, None, more)
+}
+
+/// The same with another `subcommand`.
+fn run(browser: &mut Browser, folder: &Path, subcommand: Option<&str>, more: &[&str]) -> Value {
     let text = |browser: &mut Browser, of: &str| {
         browser.evaluate(&format!("document.querySelector('{of}').textContent")).as_str().unwrap().to_owned()
     };
     fs::write(folder.join("run.toml"), text(browser, "[data-file]")).unwrap();
     let line = text(browser, "[data-command]");
-    let words: Vec<_> = line.split_whitespace().collect();
+    let mut words: Vec<_> = line.split_whitespace().collect();
     assert_eq!(words[0], "fsdp", "{line}");
+    words[1] = subcommand.unwrap_or(words[1]);
     let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp"));
     let output = command.current_dir(folder).args(&words[1..]).args(more).arg("--json").output().unwrap();
     assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
@@ -208,6 +214,14 @@ fn the_step_shows_what_simulate_prints() {
             {
                 assert_shown(&mut browser, &setting, &format!("{stage}.{field}"), &report[field]);
             }
+        }
+        // What `plan` has of it, for ranks that are alike.
+        set(&mut browser, "step", "slower=1");
+        let plan = run(&mut browser, folder.path(), Some("plan"), &[]);
+        for stage in 0..4 {
+            let step = &plan["stages"][stage]["step"];
+            assert_shown(&mut browser, &setting, &format!("{stage}.messages"), &step["num_messages"]);
+            assert_shown(&mut browser, &setting, &format!("{stage}.step_s"), &step["step_s"]);
         }
     }
 }

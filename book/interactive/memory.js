@@ -172,7 +172,7 @@
 
     const bars = (width, state, estimates, deviceBytes) => {
         const wide = width >= 520;
-        const [left, height, gap, top] = [wide ? 76 : 0, 26, wide ? 14 : 32, wide ? 22 : 44];
+        const [left, height, gap, top] = [wide ? 76 : 0, 26, wide ? 14 : 34, wide ? 22 : 44];
         const sum = (estimate) => PARTS.reduce((all, [field]) => all + (estimate[field] ?? 0), 0);
         const most = Math.max(...estimates.map(sum), deviceBytes) * 1.02;
         const scale = (bytes) => (bytes / most) * (width - left);
@@ -191,7 +191,7 @@
             });
             const label = svg(
                 "text",
-                { x: 0, y: wide ? y + 18 : y - 6, class: stage === state.stage ? "chosen" : "" },
+                { x: 0, y: wide ? y + 18 : y - 9, class: stage === state.stage ? "chosen" : "" },
                 `stage ${stage}`,
             );
             const peak = humanBytes(estimate.peak_bytes);
@@ -207,7 +207,7 @@
                       },
                       peak,
                   )
-                : svg("text", { x: width, y: y - 6, "text-anchor": "end" }, `peak ${peak}`);
+                : svg("text", { x: width, y: y - 9, "text-anchor": "end" }, `peak ${peak}`);
             const frame =
                 stage === state.stage
                     ? [

@@ -85,7 +85,7 @@ globalThis.fsdp ??= {};
             }
             return svg("path", { class: `area ${colour}`, d: `${path} H ${axis.at(report.step_s)} V ${bottom} Z` });
         };
-        const told = `gathered units and whole gradients: ${humanBytes(most)} at most`;
+        const told = `whole units and gradients: up to ${humanBytes(most)}`;
         const children = [
             svg("text", { x: 0, y: top + 12, class: "head" }, told),
             area("whole", ({ gathered, whole }) => gathered + whole),

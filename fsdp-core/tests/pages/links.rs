@@ -42,6 +42,14 @@ fn markup(page: &str) -> String {
     text
 }
 
+/// Whether a block of code shows nothing: hidden lines stand in elements of their own.
+fn is_hidden(code: &str) -> bool {
+    let mut pieces = code.split("<span class=\"boring\">");
+    let first = pieces.next().unwrap_or("");
+    let shown = pieces.map(|piece| piece.split_once("</span>").map_or("", |(_, shown)| shown));
+    std::iter::once(first).chain(shown).all(|text| text.trim().is_empty())
+}
+
 /// The bytes behind `%41`, as text.
 fn decoded(address: &str) -> String {
     let mut bytes = Vec::new();
@@ -119,12 +127,20 @@ fn the_built_book_has_no_directive_that_mdbook_did_not_understand_and_no_name_tw
                 broken.push(format!("{shown}: two elements are called {id}"));
             }
         }
-        // An anchor that an included file does not have leaves an empty block.
-        if page.contains("<code class=\"language-rust\"></code>")
-            || page.contains("<code class=\"language-text\"></code>")
-        {
-            broken.push(format!("{shown}: a block of code is empty"));
+        // An anchor that an included file does not have leaves an empty block, or one of hidden lines.
+        let blocks = page.split("<code class=\"language-").skip(1).filter_map(|text| text.split("</code>").next());
+        let num_empty = blocks.filter(|block| block.split_once('>').is_some_and(|(_, code)| is_hidden(code))).count();
+        if num_empty > 0 {
+            broken.push(format!("{shown}: {num_empty} blocks of code are empty"));
         }
     }
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+}
+
+#[test]
+fn a_block_of_hidden_lines_is_empty() {
+    let line = |text: &str| format!("<span class=\"boring\">{text}</span>");
+    assert!(is_hidden("\n") && is_hidden(&line("fn main() {\n")));
+    assert!(is_hidden(&format!("{}{}\n{}", line("a"), line("b"), line("}"))));
+    assert!(!is_hidden(&format!("{}let a = 1;\n{}", line("fn main() {\n"), line("}"))) && !is_hidden("run"));
 }

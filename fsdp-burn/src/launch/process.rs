@@ -35,7 +35,7 @@ where
     F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
 {
     let timeout = config.timeout();
-    let offload_dir = config.offload.nvme_key().and(config.offload.nvme_path.clone());
+    let offload_dir = config.offload.nvme_path.clone();
     let (control, communicator) = connect(process, timeout)?;
     let number = process.rank;
     // The cores are for all processes of the host, and the configuration shares them among all ranks.

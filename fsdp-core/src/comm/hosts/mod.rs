@@ -16,6 +16,7 @@ mod arena;
 mod domain;
 mod heap;
 mod network;
+mod output;
 mod rank;
 mod rounds;
 mod table;

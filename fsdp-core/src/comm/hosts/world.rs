@@ -73,6 +73,9 @@ pub fn connect(
         .map_or_else(|_| String::new(), |arena| format!("{} {} {}", std::process::id(), arena.fd(), arena.len()));
     let places = ask(1, &place)?;
     let own = Arc::new(own?);
+    if let Some(other) = places.iter().position(String::is_empty) {
+        return Err(failed(rank, format!("rank {other} has no shared memory; its own error tells why")));
+    }
     let open = |other: usize| if other == rank { Ok(own.clone()) } else { open(rank, other, &places[other]) };
     let arenas = local.iter().map(|&other| open(other)).collect::<Result<Vec<_>, _>>();
     // Nobody goes on, and possibly ends, before all have mapped its memory.
@@ -145,7 +148,7 @@ fn arena_bytes(num_local: usize) -> usize {
 fn open(rank: usize, other: usize, place: &str) -> Result<Arc<Arena>, CommError> {
     let numbers: Vec<usize> = place.split(' ').filter_map(|number| number.parse().ok()).collect();
     let [pid, fd, len] = numbers[..] else {
-        return Err(failed(rank, format!("rank {other} has no shared memory; its own error tells why")));
+        return Err(failed(rank, format!("rank {other} says of its memory: {place}")));
     };
     let opened = Arena::open(pid as u32, fd as i32, len).map(Arc::new);
     opened.map_err(|error| {

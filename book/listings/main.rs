@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
 
 mod attributes;
+mod chapters;
 mod choosing;
 mod configuration;
 mod diagram;
 mod errors;
 mod exercises;
+mod figures;
 mod inside;
 mod interview;
 mod learner;
@@ -20,4 +22,6 @@ mod pictures;
 mod planned;
 mod shown;
 mod start;
+mod svg;
+mod timelines;
 mod words;

@@ -17,7 +17,7 @@ struct Model {
 
 #[derive(Module, Debug, Sharded)]
 struct Offloaded {
-    #[shard(unit, offload = "cpu")]
+    #[shard(unit, offload = "nvme")]
     head: Linear,
 }
 

@@ -12,11 +12,9 @@ const NUM_PARAMETERS: usize = 7_000_000_000;
 const NUM_UNITS: usize = 32;
 
 /// Examples that need more than their own line, or say more than the README's.
-const EXAMPLES: [(&str, &str); 29] = [
+const EXAMPLES: [(&str, &str); 27] = [
     ("stage", "stage = 2"),
     ("world_size", "world_size = 8"),
-    ("launcher", "launcher = \"torchrun\""),
-    ("rendezvous_port", "rendezvous_port = 29500"),
     ("mesh", "world_size = 8\nmesh = { replicate = 2, shard = 4 }"),
     ("timeout_s", "timeout_s = 60.0"),
     ("threads_per_rank", "threads_per_rank = 2"),

@@ -66,7 +66,10 @@ impl Heap {
         let size = (HEAD_BYTES + len).next_multiple_of(PAGE_BYTES);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.find_free(|block| holders(&self.arena, block.start).load(Ordering::Acquire) == 0);
-        let block = state.reuse(size).or_else(|| state.cut(size));
+        let mut block = state.reuse(size).or_else(|| state.cut(size));
+        while block.is_none() && self.evict(&mut state) {
+            block = state.cut(size);
+        }
         let Some(block) = block else {
             return Err(io::Error::new(
                 io::ErrorKind::OutOfMemory,
@@ -80,12 +83,20 @@ impl Heap {
         state.live.push(block);
         state.peak_bytes = state.peak_bytes.max(state.live_bytes);
         while state.free_bytes + state.live_bytes > state.peak_bytes {
-            let Some(oldest) = state.free.pop_front() else { break };
-            state.free_bytes -= oldest.len();
-            self.arena.give_back(oldest.start, oldest.len());
-            state.put_back(oldest);
+            if !self.evict(&mut state) {
+                break;
+            }
         }
         Ok(offset)
+    }
+
+    /// Gives the oldest free block back to the system; tells whether there was one.
+    fn evict(&self, state: &mut State) -> bool {
+        let Some(oldest) = state.free.pop_front() else { return false };
+        state.free_bytes -= oldest.len();
+        self.arena.give_back(oldest.start, oldest.len());
+        state.put_back(oldest);
+        true
     }
 
     /// Ends a block that nobody reads any more, for all of its holders.

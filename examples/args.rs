@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use fsdp_burn::{Config, Error, Stage, Translated};
 
-use crate::{Failure, GptConfig};
+use crate::{Failure, GptConfig, parse_bytes};
 
 /// Trains a byte-level GPT on the ranks of a configuration: threads of this process, or processes of mpirun, torchrun or srun.
 #[derive(Clone, Debug, Parser)]
@@ -90,6 +90,9 @@ pub struct Args {
     /// Go on from the newest checkpoint, if there is one
     #[arg(long, requires = "checkpoints")]
     pub resume: bool,
+    /// Memory that the process may have of its own, as 512MiB or 1.5GiB; a run that is predicted to need more is refused
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub memory_limit: Option<u64>,
     /// Print errors only
     #[arg(long)]
     pub quiet: bool,

@@ -87,7 +87,7 @@ mod weights;
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
 pub use error::Error;
-pub use fused_adamw::FusedAdamW;
+pub use fused_adamw::{FusedAdamW, FusedAdamWState};
 pub use launch::{LaunchOptions, launch, launch_with};
 #[cfg(feature = "learner")]
 pub use learner::FsdpStrategy;

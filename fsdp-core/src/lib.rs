@@ -63,6 +63,7 @@ mod mesh;
 #[cfg(all(feature = "mpi", target_os = "linux"))]
 mod mpi;
 mod net;
+mod parts;
 mod plan;
 mod policy;
 mod profile;

@@ -75,6 +75,11 @@ fn sources() -> Vec<File> {
     files().into_iter().filter(|file| file.extension() == "rs").collect()
 }
 
+/// The scripts of the book's pages.
+fn scripts() -> Vec<File> {
+    files().into_iter().filter(|file| file.extension() == "js").collect()
+}
+
 fn collect(folder: &Path, paths: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -106,13 +111,18 @@ fn every_source_file_says_in_its_first_line_what_it_is_for() {
             broken.add(&file, 1, "the first line must be `//! ` and what the file is for");
         }
     }
+    for file in scripts() {
+        if !file.text.starts_with("// ") {
+            broken.add(&file, 1, "the first line must be `// ` and what the file is for");
+        }
+    }
     broken.assert_none();
 }
 
 #[test]
 fn no_source_file_is_too_long_to_read() {
     let mut broken = Broken::default();
-    for file in sources() {
+    for file in sources().into_iter().chain(scripts()) {
         let num_lines = file.text.lines().take_while(|line| *line != "#[cfg(test)]").count();
         if num_lines > MAX_LINES {
             let what = format!("{num_lines} lines without tests; split it, {MAX_LINES} are the limit");

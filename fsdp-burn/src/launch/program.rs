@@ -48,13 +48,13 @@ impl<F> Program<F> {
     {
         let number = rank.rank();
         let random = RandomState::new(self.seed, number as u64);
-        let tier = rank.tier().cloned();
+        let tier = rank.tier_place();
         let result = run_rank(number, self.num_threads, || {
             random.install();
             (self.run)(rank)
         });
         // A forward that has failed may leave parts of its graph behind, which hold on to it.
-        if let Some(tier) = tier {
+        if let Some(tier) = tier.get() {
             tier.close();
         }
         result

@@ -54,6 +54,7 @@ extern crate self as fsdp_burn;
 struct Readme;
 
 mod buffers;
+mod casts;
 mod checkpoint;
 mod clip;
 mod distribute;
@@ -84,6 +85,7 @@ mod sum_op;
 mod survey;
 mod weights;
 
+pub use casts::{cast_input, cast_output, scale_loss};
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
 pub use error::Error;

@@ -73,7 +73,7 @@ pub struct TierModel {
 
 impl TierModel {
     /// The part of `bytes` that stays in memory, of which `share` lies on the disk.
-    fn rest(bytes: u64, share: f64) -> u64 {
+    pub(crate) fn rest(bytes: u64, share: f64) -> u64 {
         (bytes as f64 * (1.0 - share.clamp(0.0, 1.0))).round() as u64
     }
 
@@ -81,7 +81,7 @@ impl TierModel {
     /// is read for the next unit, what is being written of the last one, and twice what is stepped, which is packed; of
     /// gradients the next ones, those that are stepped, and their multiple; of parameters the next, the old, the new and
     /// those being written.
-    fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
+    pub(crate) fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
         let of = |share: f64, bytes: u64, copies: u64| if share > 0.0 { copies * bytes } else { 0 };
         let moving =
             of(self.parameters, parameters, 4) + of(self.gradients, gradients, 3) + of(self.optimizer, optimizer, 4);
@@ -131,6 +131,9 @@ pub struct MemoryModel {
     pub prefetch: u64,
     /// Limit of the gathered units, in bytes, beyond which none is gathered ahead. `None`: no limit.
     pub prefetch_max_bytes: Option<u64>,
+    /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis. Matters at stage 3
+    /// only.
+    pub reshard: Option<u64>,
     /// What forward keeps for backward, with the temporaries of the loss, in bytes per rank, where it is known.
     pub activation_bytes: Option<u64>,
     /// What lies on a disk. Default: nothing.
@@ -152,6 +155,7 @@ impl MemoryModel {
             kept_len: 0,
             prefetch: 0,
             prefetch_max_bytes: None,
+            reshard: None,
             activation_bytes: None,
             tiers: TierModel::default(),
         }
@@ -202,14 +206,23 @@ impl MemoryModel {
             Stage::Gradients | Stage::Parameters => shard_len,
         };
         // A single rank has nothing to gather.
-        let gathered_len = if self.stage.shards_parameters() && shard_len < full_len {
+        let gathers = self.stage.shards_parameters() && shard_len < full_len;
+        // All but what stays gathered: the kept units, and the last of the others.
+        let passing_len = full_len.saturating_sub(self.kept_len).saturating_sub(self.largest_unit_len);
+        let resharded_len = match self.reshard {
+            Some(num_ranks) if gathers => passing_len.div_ceil(num_ranks.max(1)),
+            _ => 0,
+        };
+        // Of what is gathered again, only a smaller group has the same copy.
+        let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process.max(1));
+        let gathered_len = if gathers {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
             let at_most = window_len.saturating_add(self.kept_len).min(full_len);
             // A limit stops what is gathered ahead, but neither the unit in use nor the kept ones.
             let in_use = self.largest_unit_len.saturating_add(self.kept_len);
             let limit = self.prefetch_max_bytes.map_or(u64::MAX, |bytes| bytes / element_bytes);
-            shared(at_most.min(limit.max(in_use)))
+            at_most.min(limit.max(in_use)).div_ceil(shared_among.max(1))
         } else {
             0
         };
@@ -229,6 +242,7 @@ impl MemoryModel {
             optimizer_bytes: TierModel::rest(optimizer_bytes * stepped_len, self.tiers.optimizer),
             tier_bytes,
             gathered_bytes: element_bytes * gathered_len,
+            resharded_bytes: element_bytes * resharded_len,
             in_flight_bytes: element_bytes * in_flight_len,
             activation_bytes: self.activation_bytes,
         }
@@ -246,6 +260,8 @@ pub struct MemoryEstimate {
     pub optimizer_bytes: u64,
     /// Units that are gathered at once, at most.
     pub gathered_bytes: u64,
+    /// This rank's blocks of a smaller group, which it holds from forward to backward; 0 where units are freed after forward.
+    pub resharded_bytes: u64,
     /// Whole gradients of the unit that backward works on, and of the one that is being reduced.
     pub in_flight_bytes: u64,
     /// What lies on a disk and is in memory for a step, with the buffers for that; 0 where nothing is offloaded.
@@ -262,14 +278,14 @@ impl MemoryEstimate {
 
     /// The most that is held at once, or `None` where activations are not known.
     ///
-    /// Not the sum of all parts: activations are complete when backward begins, gradients when it ends. One grows as the
-    /// other shrinks, so the peak is at one of the two ends; or in the step, where what is offloaded passes through memory.
+    /// Not the sum of all parts: activations and resharded blocks are complete when backward begins, gradients when it ends.
+    /// One grows as the other shrinks, so the peak is at one of the two ends; or in the step, where what is offloaded passes through memory.
     pub fn peak_bytes(&self) -> Option<u64> {
         let always = self.parameter_bytes + self.optimizer_bytes + self.gathered_bytes;
         let end = self.gradient_bytes + self.in_flight_bytes;
         // Of whole gradients nothing is left by then.
         let step = self.gradient_bytes + self.tier_bytes;
-        self.activation_bytes.map(|begin| always + begin.max(end).max(step))
+        self.activation_bytes.map(|activations| always + (activations + self.resharded_bytes).max(end).max(step))
     }
 
     /// The most that is held at once of what is known: activations that are not known count as none.
@@ -291,6 +307,9 @@ impl fmt::Display for MemoryEstimate {
         ];
         for (name, bytes) in parts {
             writeln!(f, "{name:<15} {:>10}", human_bytes(bytes))?;
+        }
+        if self.resharded_bytes > 0 {
+            writeln!(f, "{:<15} {:>10}", "kept for backward", human_bytes(self.resharded_bytes))?;
         }
         if self.tier_bytes > 0 {
             writeln!(f, "{:<15} {:>10}", "from the disk", human_bytes(self.tier_bytes))?;

@@ -61,6 +61,8 @@ pub struct Schedule {
     stage: Stage,
     units: Vec<Unit>,
     depth: PrefetchDepth,
+    /// What forward lets go of stays cut over a smaller group until backward.
+    reshards: bool,
     pass: Pass,
     current: Option<UnitIndex>,
     /// Order of use, learned in the last complete pass of each kind and checked in every later one.
@@ -98,6 +100,7 @@ impl Schedule {
             stage,
             units: units.iter().map(unit).collect(),
             depth,
+            reshards: false,
             pass: Pass::Idle,
             current: None,
             forward_order: Vec::new(),
@@ -133,6 +136,12 @@ impl Schedule {
         for (unit, &tiers) in self.units.iter_mut().zip(tiers) {
             unit.tiers = tiers;
         }
+    }
+
+    /// Says whether a unit that forward is done with stays cut over a smaller group of ranks, from which backward gathers
+    /// it again. Default: it is freed, and gathered from all.
+    pub fn set_reshards(&mut self, reshards: bool) {
+        self.reshards = reshards;
     }
 
     /// Where the parameters of `unit` are.
@@ -503,7 +512,7 @@ impl Schedule {
                 let Unit { traits, pending_gradients, .. } = self.units[other];
                 let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
                 if !needed {
-                    self.free(other, &mut actions);
+                    self.leave(other, &mut actions);
                 }
             }
         }
@@ -528,11 +537,26 @@ impl Schedule {
     fn gather_ahead<'a>(&mut self, units: impl IntoIterator<Item = &'a UnitIndex>, actions: &mut Vec<Action>) {
         for &unit in units {
             let Unit { traits, state, .. } = &mut self.units[unit];
+            let is_resharded = *state == UnitState::Resharded;
             if traits.gathered_on_use && state.gather().is_ok() {
+                if is_resharded {
+                    actions.push(Action::Regather(unit));
+                    continue;
+                }
                 self.fetch_blocks(unit, actions);
                 self.units[unit].fetched = false;
                 actions.push(Action::Gather(unit));
             }
+        }
+    }
+
+    /// The pass goes on without `unit`.
+    fn leave(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        let keeps_block = self.reshards && matches!(self.pass, Pass::Forward { .. });
+        if keeps_block && self.units[unit].state.reshard().is_ok() {
+            actions.push(Action::Reshard(unit));
+        } else if self.units[unit].state != UnitState::Resharded {
+            self.free(unit, actions);
         }
     }
 

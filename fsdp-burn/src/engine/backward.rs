@@ -26,7 +26,7 @@ impl Engine {
     fn end_backward<T>(&self, result: std::thread::Result<T>) -> Result<T, Error> {
         let mut state = self.lock();
         self.rests(&mut state);
-        state.in_backward = false;
+        (state.in_backward, state.loss_is_scaled) = (false, false);
         match result {
             Ok(value) => {
                 state.backwards += 1;
@@ -59,8 +59,17 @@ impl Engine {
         }
         let result = catch_unwind(AssertUnwindSafe(step));
         let begun = match result {
-            // Where this rank has had no backward, the others still wait for its part in their reductions.
-            Ok(_) => self.backward_has_begun(&mut self.lock()),
+            Ok(_) => {
+                let mut state = self.lock();
+                match state.scaler.is_some() && !state.loss_is_scaled {
+                    true => Err(self.misuse(
+                        "the configuration scales the loss, and `TrainStep::step` has not",
+                        "call `fsdp_burn::scale_loss(self, loss).backward()` in it",
+                    )),
+                    // Where this rank has had no backward, the others still wait for its part in their reductions.
+                    false => self.backward_has_begun(&mut state),
+                }
+            }
             Err(_) => Ok(()),
         };
         self.lock().backward_begins_itself = false;

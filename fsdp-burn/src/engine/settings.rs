@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use burn::tensor::{DType, FloatDType, Tensor};
 use fsdp_core::{LossScaler, Plan, Schedule};
 
 use super::Engine;
@@ -25,6 +26,7 @@ impl Engine {
         let units = plan.unit_traits(&self.dtypes.compute);
         let mut schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
         schedule.set_tiers(&self.offload.unit_tiers(plan));
+        schedule.set_reshards(self.links.regather.is_some());
         self.finish_write_back()?;
         self.lock().schedule = schedule;
         Ok(())
@@ -38,6 +40,18 @@ impl Engine {
             Some(items) => 1.0 / (items * scale),
             None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
             None => 1.0 / scale,
+        }
+    }
+
+    /// The loss, multiplied with its scale, once; in float32, since the scale may be beyond what half precision can hold.
+    pub(crate) fn scale_loss(&self, loss: Tensor<1>) -> Tensor<1> {
+        let mut state = self.lock();
+        match state.scaler {
+            Some(scaler) if !std::mem::replace(&mut state.loss_is_scaled, true) => {
+                let loss = if loss.dtype() == DType::F64 { loss } else { loss.cast(FloatDType::F32) };
+                loss.mul_scalar(scaler.scale())
+            }
+            _ => loss,
         }
     }
 

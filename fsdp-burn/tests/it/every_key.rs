@@ -26,6 +26,7 @@ const CASES: &[Case] = &[
     case("stage", "world_size = 2", ["stage = 0", "stage = 3"], local_parameters),
     case("world_size", "", ["world_size = 1", "world_size = 2"], local_parameters),
     case("mesh", "world_size = 4", ["", "mesh = { replicate = 2, shard = 2 }"], local_parameters),
+    case("reshard_after_forward", "world_size = 4", ["", "reshard_after_forward = 2"], gathered_bytes),
     case("timeout_s", "world_size = 2", ["timeout_s = 0.1", "timeout_s = 30.0"], patience),
     case("threads_per_rank", "", ["threads_per_rank = 1", "threads_per_rank = 3"], threads),
     case("seed", "", ["seed = 1", "seed = 2"], initial_weights),
@@ -193,6 +194,13 @@ fn reductions(config: &Config) -> String {
     on_ranks(config, |rank| {
         trained(&rank, 4)?;
         Ok(rank.traffic().of(OpKind::ReduceScatter).num_ops)
+    })
+}
+
+fn gathered_bytes(config: &Config) -> String {
+    on_ranks(config, |rank| {
+        trained(&rank, 2)?;
+        Ok(rank.traffic().of(OpKind::AllGather).sent_bytes)
     })
 }
 

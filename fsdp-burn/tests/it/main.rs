@@ -23,6 +23,7 @@ mod parity;
 mod precision;
 mod recompute;
 mod recovery;
+mod reshard;
 mod saver;
 mod shapes;
 mod tied;

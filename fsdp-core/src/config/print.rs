@@ -87,6 +87,7 @@ mod tests {
             r#"stage = 3
 world_size = 1
 # mesh is not set
+# reshard_after_forward is not set
 timeout_s = 300.0
 threads_per_rank = 0
 # seed is not set

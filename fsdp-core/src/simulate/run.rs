@@ -263,7 +263,7 @@ impl Run<'_> {
     fn act(&mut self, action: Action) {
         let units = &self.workload.units;
         match action {
-            Action::Gather(unit) => {
+            Action::Gather(unit) | Action::Regather(unit) => {
                 let gather = units[unit].gathers[usize::from(self.in_backward)];
                 self.collect(SpanKind::Gather, Stream::Gather, Waited::Gather, unit, gather.as_slice());
             }
@@ -279,7 +279,7 @@ impl Run<'_> {
             Action::WaitPublish(unit) => self.wait(Waited::Publish, unit),
             Action::Step(unit) => self.compute(SpanKind::Step, unit, units[unit].step_s),
             // Memory comes back at once; `Program::peak_gathered_bytes` counts it.
-            Action::Free(_) => {}
+            Action::Free(_) | Action::Reshard(_) => {}
             // The schedule of a simulation is told of no tiers.
             Action::FetchBlocks(_)
             | Action::FetchState(_)

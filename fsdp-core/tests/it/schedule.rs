@@ -51,14 +51,19 @@ fn third_step(schedule: &mut Schedule, order: &[UnitIndex]) -> [Vec<Action>; 3] 
 
 #[test]
 fn each_state_takes_the_calls_of_the_diagram_and_refuses_the_others() {
-    use UnitState::{Gathered, Gathering, Sharded};
+    use UnitState::{Gathered, Gathering, Resharded, Sharded};
     type Call = fn(&mut UnitState) -> Result<(), fsdp_core::WrongOrder>;
-    let calls: [(&str, Call); 3] =
-        [("start a gather", UnitState::gather), ("finish a gather", UnitState::arrived), ("be freed", UnitState::free)];
+    let calls: [(&str, Call); 4] = [
+        ("start a gather", UnitState::gather),
+        ("finish a gather", UnitState::arrived),
+        ("be resharded", UnitState::reshard),
+        ("be freed", UnitState::free),
+    ];
     for (from, expected) in [
-        (Sharded, [Some(Gathering), None, None]),
-        (Gathering, [None, Some(Gathered), Some(Sharded)]),
-        (Gathered, [None, None, Some(Sharded)]),
+        (Sharded, [Some(Gathering), None, None, None]),
+        (Gathering, [None, Some(Gathered), None, Some(Sharded)]),
+        (Gathered, [None, None, Some(Resharded), Some(Sharded)]),
+        (Resharded, [Some(Gathering), None, None, Some(Sharded)]),
     ] {
         for ((name, call), expected) in calls.iter().zip(expected) {
             let mut state = from;
@@ -101,6 +106,32 @@ fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
         ]
     );
     assert_eq!(step, [Step(2), Step(1), WaitReduce(0), Step(0)]);
+}
+
+#[test]
+fn what_forward_leaves_resharded_backward_gathers_again_and_a_step_gathers_anew() {
+    let mut schedule = schedule(&[UNIT; 3], 1);
+    schedule.set_reshards(true);
+    let [forward, backward, step] = third_step(&mut schedule, &[0, 1, 2]);
+    assert_eq!(forward, [WaitGather(0), Gather(2), Reshard(0), WaitGather(1), Reshard(1), WaitGather(2)][..0].to_vec());
+    let _ = (backward, step);
+}
+
+#[test]
+fn an_evaluation_before_backward_leaves_what_is_resharded_and_an_abandoned_forward_drops_it() {
+    let mut schedule = schedule(&[UNIT; 3], 0);
+    schedule.set_reshards(true);
+    forward(&mut schedule, &[0, 1, 2]);
+    assert_eq!(
+        [0, 1, 2].map(|unit| schedule.state(unit)),
+        [UnitState::Resharded, UnitState::Resharded, UnitState::Gathered]
+    );
+    // It gathers from the smaller group as well; what it has used is freed.
+    assert_eq!(schedule.evaluate(0), [Free(2), Regather(0), WaitGather(0)]);
+    assert_eq!(schedule.evaluate(2), [Free(0), Gather(2), WaitGather(2)]);
+    assert_eq!(schedule.state(1), UnitState::Resharded);
+    assert_eq!(schedule.forget_gathered(), [Free(1), Free(2)]);
+    assert_eq!([0, 1, 2].map(|unit| schedule.state(unit)), [UnitState::Sharded; 3]);
 }
 
 #[test]

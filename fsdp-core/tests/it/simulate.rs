@@ -70,7 +70,7 @@ proptest! {
         (forward, backward) in (0..4usize, 0..4usize),
         max_bytes in proptest::option::of(1..1500usize),
         num_micro_batches in 1..4usize,
-        (is_local, needs_norm) in (any::<bool>(), any::<bool>()),
+        (is_local, needs_norm, reshards) in (any::<bool>(), any::<bool>(), any::<bool>()),
     ) {
         let rules = StepRules {
             stage: Stage::ALL[stage],
@@ -78,9 +78,11 @@ proptest! {
             num_micro_batches,
             accumulate: if is_local { Accumulate::Local } else { Accumulate::Reduced },
             needs_norm,
+            reshards,
         };
         let uses: Vec<usize> = (0..units.len()).collect();
         let mut schedule = Schedule::new(rules.stage, &units, rules.depth);
+        schedule.set_reshards(reshards);
         let steps: Vec<_> = (0..5).map(|_| engine_step(&mut schedule, &units, &rules, &uses)).collect();
         let program = Program::steady(&rules, &units, &Uses::in_order(units.len()));
         let simulated: Vec<_> = program.actions().collect();
@@ -98,6 +100,7 @@ fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
         num_micro_batches: 1,
         accumulate: Accumulate::Reduced,
         needs_norm: true,
+        reshards: false,
     };
     let program = Program::steady(&rules, &[unit; 2], &Uses::in_order(2));
     let act = Instruction::Act;

@@ -118,7 +118,7 @@ impl Tolerance {
 
 /// Samples of the whole batch, divisible by every world size that is tested.
 pub(crate) const BATCH: usize = 120;
-pub(crate) const STEPS: usize = 5;
+pub(crate) const STEPS: usize = 20;
 pub(crate) const SEED: u64 = 7;
 
 /// A stage on a number of ranks, and a time limit that a broken test reaches soon.

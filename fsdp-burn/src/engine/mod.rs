@@ -319,7 +319,7 @@ impl Engine {
     /// Forgets a forward that will have no backward, and lets go of what it has gathered.
     pub(crate) fn abandon_forward(&self) -> Result<(), Error> {
         let mut state = self.lock();
-        (state.entered, state.last_entered) = (0, None);
+        (state.entered, state.last_entered, state.loss_is_scaled) = (0, None, false);
         let actions = state.schedule.forget_gathered();
         self.run(&mut state, actions)
     }

@@ -2,9 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use fsdp_core::{
-    Communicator, Pending, Plan, PlanMemory, PlannedParam, Span, SpanKind, TraceStream, Transfer, UnitIndex,
-};
+use fsdp_core::{Pending, Plan, PlanMemory, PlannedParam, Span, SpanKind, TraceStream, Transfer, UnitIndex};
 
 use super::{Engine, State};
 use crate::Error;

@@ -46,8 +46,9 @@ impl Engine {
     /// The loss, multiplied with its scale, once; in float32, since the scale may be beyond what half precision can hold.
     pub(crate) fn scale_loss(&self, loss: Tensor<1>) -> Tensor<1> {
         let mut state = self.lock();
+        let is_scaled = std::mem::replace(&mut state.loss_is_scaled, true);
         match state.scaler {
-            Some(scaler) if !std::mem::replace(&mut state.loss_is_scaled, true) => {
+            Some(scaler) if !is_scaled => {
                 let loss = if loss.dtype() == DType::F64 { loss } else { loss.cast(FloatDType::F32) };
                 loss.mul_scalar(scaler.scale())
             }

@@ -1,6 +1,8 @@
 //! The schedule: which actions it answers with, in which order, and that no sequence of calls breaks it.
 
-use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
+use fsdp_core::Action::{
+    self, Free, Gather, Publish, Reduce, Regather, Reshard, Step, WaitGather, WaitPublish, WaitReduce,
+};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 
 const UNIT: UnitTraits =
@@ -109,12 +111,20 @@ fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
 }
 
 #[test]
-fn what_forward_leaves_resharded_backward_gathers_again_and_a_step_gathers_anew() {
-    let mut schedule = schedule(&[UNIT; 3], 1);
-    schedule.set_reshards(true);
-    let [forward, backward, step] = third_step(&mut schedule, &[0, 1, 2]);
-    assert_eq!(forward, [WaitGather(0), Gather(2), Reshard(0), WaitGather(1), Reshard(1), WaitGather(2)][..0].to_vec());
-    let _ = (backward, step);
+fn what_forward_leaves_is_resharded_and_gathered_again_in_backward_at_the_places_of_the_usual_actions() {
+    for depth in 0..4 {
+        let [forward, backward, step] = third_step(&mut schedule(&[UNIT; 4], depth), &[0, 1, 2, 3]);
+        let reshard = |action| if let Free(unit) = action { Reshard(unit) } else { action };
+        let regather = |action| if let Gather(unit) = action { Regather(unit) } else { action };
+        let expected = [
+            forward.into_iter().map(reshard).collect::<Vec<_>>(),
+            backward.into_iter().map(regather).collect::<Vec<_>>(),
+            step,
+        ];
+        let mut resharding = schedule(&[UNIT; 4], depth);
+        resharding.set_reshards(true);
+        assert_eq!(third_step(&mut resharding, &[0, 1, 2, 3]), expected, "depth {depth}");
+    }
 }
 
 #[test]

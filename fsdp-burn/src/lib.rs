@@ -79,13 +79,14 @@ mod random;
 mod rank;
 mod recompute;
 mod saver;
+mod scaled_loss;
 mod shard_module;
 mod sharded;
 mod sum_op;
 mod survey;
 mod weights;
 
-pub use casts::{cast_input, cast_output, scale_loss};
+pub use casts::{cast_input, cast_output};
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
 pub use error::Error;
@@ -99,6 +100,7 @@ pub use random::RandomState;
 pub use rank::Rank;
 pub use recompute::recompute;
 pub use saver::Saver;
+pub use scaled_loss::scale_loss;
 pub use sharded::Sharded;
 pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 

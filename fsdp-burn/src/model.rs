@@ -16,6 +16,7 @@ use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::Dtypes;
+use crate::scaled_loss::scaled;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
 
@@ -184,7 +185,10 @@ impl<M: Module> ShardedModel<M> {
     }
 
     fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
-        let loss = self.engine.scale_loss(loss);
+        let loss = match self.engine.scaler() {
+            Some(scaler) => scaled(loss, scaler.scale()),
+            None => loss,
+        };
         let unmanaged = self.engine.backward(items, || loss.backward())?;
         Ok(ShardedGradients { unmanaged, engine: self.engine.clone() })
     }
@@ -249,8 +253,8 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// An input in the element type that parameters are computed in (`precision.parameters`), as FSDP2 casts the inputs of
-    /// its root. Burn's operations do not mix types. [`cast_input`](crate::cast_input()) does it inside a model, for one
-    /// module of it.
+    /// its root. Burn's operations do not mix types. [`cast_input`](crate::cast_input()) does it inside a model, for one unit
+    /// of it.
     ///
     /// Inputs of integers need no cast: an embedding's output has the type of its table. Costs nothing where the type is the
     /// same.

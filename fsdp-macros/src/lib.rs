@@ -126,7 +126,7 @@ use proc_macro::TokenStream;
 /// | `prefetch = 2` | While this unit computes in forward, so many of the units after it are gathered; 0 gathers each when it is needed. | Memory for so many more gathered units; the traffic is the same, but hidden behind computation. |
 /// | `precision = "bf16"` | The element type of computation and gather: `f32`, `bf16` or `f16`. | `bf16` and `f16` halve the gathered memory and the gather's bytes; a float32 master copy stays in the shards. |
 /// | `reduce = "bf16"` | The element type in which the unit's gradients are sent; they are added up in float32. | `bf16` and `f16` halve what its reduction sends, and round each rank's gradient. |
-/// | `output = "f32"` | The element type that `fsdp_burn::cast_output(&self.field, x)` makes of the unit's output. | None. |
+/// | `output = "f32"` | The element type that `fsdp_burn::cast_output(&self.field.weight, x)` makes of the unit's output. | None. |
 /// | `offload = "cpu"` | The tier that holds the unit's shards between uses: `none` (the device), `cpu` or `nvme`. | Frees the shards' device memory; each use copies the shard over the bus, or reads it from the drive. |
 ///
 /// ```

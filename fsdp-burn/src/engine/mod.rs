@@ -103,8 +103,6 @@ struct State {
     /// Items that their losses are means over, where that was said.
     items: Option<f64>,
     scaler: Option<LossScaler>,
-    /// The loss of the backward to come is scaled already.
-    loss_is_scaled: bool,
     held: Held,
     computing: Option<Computing>,
     stats: EngineStats,
@@ -191,7 +189,6 @@ impl Engine {
             backwards: 0,
             items: None,
             scaler: dtypes.loss_scale(&settings.precision).map(LossScaler::new),
-            loss_is_scaled: false,
             held: Held::default(),
             computing: None,
             stats: EngineStats::default(),
@@ -319,7 +316,7 @@ impl Engine {
     /// Forgets a forward that will have no backward, and lets go of what it has gathered.
     pub(crate) fn abandon_forward(&self) -> Result<(), Error> {
         let mut state = self.lock();
-        (state.entered, state.last_entered, state.loss_is_scaled) = (0, None, false);
+        (state.entered, state.last_entered) = (0, None);
         let actions = state.schedule.forget_gathered();
         self.run(&mut state, actions)
     }

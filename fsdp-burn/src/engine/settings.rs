@@ -2,7 +2,6 @@
 
 use std::sync::atomic::Ordering;
 
-use burn::tensor::{DType, FloatDType, Tensor};
 use fsdp_core::{LossScaler, Plan, Schedule};
 
 use super::Engine;
@@ -40,19 +39,6 @@ impl Engine {
             Some(items) => 1.0 / (items * scale),
             None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
             None => 1.0 / scale,
-        }
-    }
-
-    /// The loss, multiplied with its scale, once; in float32, since the scale may be beyond what half precision can hold.
-    pub(crate) fn scale_loss(&self, loss: Tensor<1>) -> Tensor<1> {
-        let mut state = self.lock();
-        let is_scaled = std::mem::replace(&mut state.loss_is_scaled, true);
-        match state.scaler {
-            Some(scaler) if !is_scaled => {
-                let loss = if loss.dtype() == DType::F64 { loss } else { loss.cast(FloatDType::F32) };
-                loss.mul_scalar(scaler.scale())
-            }
-            _ => loss,
         }
     }
 

@@ -115,7 +115,7 @@ use share::Share;
 ///   `grads_accumulation` of the training, a sum, is refused.
 /// - With parameters in "bf16" or "f16" the model's `forward` casts by itself: [`cast_input`](crate::cast_input()) and
 ///   [`cast_output`](crate::cast_output()). With a loss scale, and so with "f16", its `TrainStep::step` calls
-///   `scale_loss(self, loss).backward()` ([`scale_loss`](crate::scale_loss())); a step that does not is an error. A step that
+///   `scale_loss(loss).backward()` ([`scale_loss`](crate::scale_loss())); a step that does not is an error. A step that
 ///   overflows is skipped on all ranks, and the scheduler goes on. Checkpoints do not hold the scale, which finds its value
 ///   again.
 /// - `TrainStep::optimize` is not called: parameters are stepped where they are sharded. `TrainStep::step` must call

@@ -184,7 +184,7 @@ fn a_learner_in_f16_scales_its_loss_skips_overflows_together_and_learns_what_flo
         assert_eq!(got.rates, exact.rates, "{stage}: the scheduler goes on where a step is skipped");
         let last = got.losses.len() - 1;
         let difference = (got.losses[last] - exact.losses[last]).abs();
-        assert!(difference < 0.05 * exact.losses[last], "{stage}: {:?}, not {:?}", got.losses, exact.losses);
+        assert!(difference < 0.1 * exact.losses[last], "{stage}: {:?}, not {:?}", got.losses, exact.losses);
         assert!(got.losses.iter().all(|loss| loss.is_finite()), "{stage}");
         assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{stage}: another bit than stage 0");
     }
@@ -490,7 +490,7 @@ fn what_a_sharded_learner_would_do_differently_is_refused_with_the_remedy() {
     let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());
     let refused = FsdpStrategy::new(&half).launch(training_here, build(), Optimizer::AdamW.build(), scheduler());
     let error = refused.map(|_: burn::train::LearningResult<Classifier>| ()).unwrap_err().to_string();
-    assert!(error.contains("scales the loss") && error.contains("scale_loss(self, loss).backward()"), "{error}");
+    assert!(error.contains("scales the loss") && error.contains("scale_loss(loss).backward()"), "{error}");
 
     let bad = Config { timeout_s: -1.0, ..config(Stage::Parameters, 2) };
     let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());

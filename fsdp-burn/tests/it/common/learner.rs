@@ -77,9 +77,9 @@ pub(crate) struct Classifier {
 
 impl Classifier {
     pub(crate) fn classify(&self, samples: Samples) -> ClassificationOutput {
-        let x = cast_input(&self.hidden, samples.x);
+        let x = cast_input(&self.hidden[0].weight, samples.x);
         let x = self.hidden.iter().fold(x, |x, layer| tanh(layer.forward(x)));
-        let logits = cast_output(&self.output, self.output.forward(x));
+        let logits = cast_output(&self.output.weight, self.output.forward(x));
         let loss =
             CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), samples.classes.clone());
         ClassificationOutput::new(loss, logits, samples.classes)
@@ -137,7 +137,7 @@ impl TrainStep for HalfClassifier {
 
     fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
         let output = self.inner.classify(samples);
-        TrainOutput::new(self, scale_loss(self, output.loss.clone()).backward(), output)
+        TrainOutput::new(self, scale_loss(output.loss.clone()).backward(), output)
     }
 }
 

@@ -461,10 +461,10 @@ impl Trial for JointlyNormed {
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
-        let x = self.input.forward(cast_input(&self.input, rows(batch + 1, samples.clone(), 7, device)));
+        let x = self.input.forward(cast_input(&self.input.weight, rows(batch + 1, samples.clone(), 7, device)));
         let x = recompute(&self.block, x, |block, x| block.linear.forward(gelu(block.norm.forward(x))));
         let y = self.output.forward(gelu(self.outer.forward(x)));
-        distance(cast_output(&self.output, y), batch, samples, device)
+        distance(cast_output(&self.output.weight, y), batch, samples, device)
     }
 }
 

@@ -123,6 +123,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             precision: config.precision.clone(),
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
+        buffers::check_precision(&entries, &managed, &dtypes.compute)?;
         let trace = rank.trace().cloned();
         let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, offload, trace));
         for (param, stored) in distributed.stored.into_iter().enumerate() {

@@ -182,6 +182,16 @@ fn statistics_are_float32_under_half_precision_and_close_to_those_of_full_precis
 }
 
 #[test]
+fn statistics_of_burns_own_layers_in_half_precision_are_refused_by_name() {
+    let mut half = config(Stage::Parameters, 2);
+    half.precision.parameters = Dtype::Bf16;
+    let error = launch(&half, |rank| start::<Normed>(&rank).map(drop)).unwrap_err().to_string();
+    for part in ["`inner.running_mean`", "computes in bf16", "fsdp_burn::nn::BatchNorm"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+}
+
+#[test]
 fn ranks_that_clone_one_model_have_statistics_of_their_own() {
     let (model, device) = plain_model::<Normed>();
     let model = Arc::new(Mutex::new(model));

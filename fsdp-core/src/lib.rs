@@ -56,6 +56,7 @@ mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+mod parts;
 mod plan;
 mod plan_memory;
 mod policy;

@@ -4,7 +4,7 @@
 use crate::memory::TierModel;
 use crate::{
     Accumulate, Axis, Dtype, MemoryEstimate, OptimizerKind, Plan, PlannedParam, PrefetchDepth, ShardLayout, Stage,
-    UnitIndex,
+    Unit, UnitIndex,
 };
 
 /// What decides the memory of a rank beside its [`Plan`].
@@ -164,8 +164,8 @@ impl<'a> PlanMemory<'a> {
 
     /// Units that are gathered at once, at most.
     fn gathered_bytes(&self, plan: &Plan) -> u64 {
-        let (kept, passing): (Vec<_>, Vec<_>) = self.gathered(plan).partition(|&(unit, _)| plan.units()[unit].keep);
-        let sum = |units: &[(UnitIndex, u64)]| units.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let (kept, passing): (Vec<_>, Vec<_>) = self.gathered(plan).partition(|(parts, _)| parts[0].keep);
+        let sum = |units: &[(&[Unit], u64)]| units.iter().map(|(_, bytes)| bytes).sum::<u64>();
         let largest = passing.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
         let kept_bytes = sum(&kept);
         // No more than all can be gathered. A limit stops what is gathered ahead, but not the unit in use.
@@ -179,7 +179,7 @@ impl<'a> PlanMemory<'a> {
     /// Blocks of the smaller group at the end of forward: of all units that are not gathered then.
     fn resharded_bytes(&self, plan: &Plan) -> u64 {
         let Some(num_ranks) = self.reshard else { return 0 };
-        let passing: Vec<_> = self.gathered(plan).filter(|&(unit, _)| !plan.units()[unit].keep).collect();
+        let passing: Vec<_> = self.gathered(plan).filter(|(parts, _)| !parts[0].keep).collect();
         let block = |&param: &usize| {
             let spec = &plan.params()[param];
             let layout = ShardLayout::new(spec.layout.shape(), spec.layout.dim(), num_ranks);
@@ -188,7 +188,7 @@ impl<'a> PlanMemory<'a> {
         };
         // The last one is still whole.
         let before_last = passing.split_last().map_or(&[][..], |(_, before)| before);
-        before_last.iter().flat_map(|&(unit, _)| &plan.units()[unit].params).map(block).sum()
+        before_last.iter().flat_map(|(parts, _)| *parts).flat_map(|unit| &unit.params).map(block).sum()
     }
 
     /// Whole gradients: of the unit that backward works on, and of the one that is being reduced.
@@ -197,12 +197,12 @@ impl<'a> PlanMemory<'a> {
             return 0;
         }
         let whole = |dtypes: &[Dtype]| {
-            let of_unit = |unit: UnitIndex| {
-                let params = plan.units()[unit].params.iter();
+            let of_unit = |parts: &[Unit]| {
+                let params = parts.iter().flat_map(|unit| &unit.params);
                 let trained = params.filter(|&&param| plan.params()[param].trainable);
                 trained.map(|&param| plan.params()[param].layout.full_len() * dtypes[param].size_bytes()).sum::<usize>()
             };
-            let sizes: Vec<_> = (0..plan.units().len()).map(of_unit).collect();
+            let sizes: Vec<_> = wholes(plan).map(of_unit).collect();
             (sizes.iter().copied().max().unwrap_or(0) as u64, sizes.iter().sum::<usize>() as u64)
         };
         let (computed, all) = whole(self.compute);
@@ -224,10 +224,20 @@ impl<'a> PlanMemory<'a> {
     }
 
     /// Units that are gathered on use, with their gathered sizes.
-    fn gathered(&self, plan: &Plan) -> impl Iterator<Item = (UnitIndex, u64)> {
-        let sizes = (0..plan.units().len()).map(|unit| (unit, plan.gathered_bytes(unit, self.compute) as u64));
-        sizes.filter(|(_, bytes)| *bytes > 0).collect::<Vec<_>>().into_iter()
+    fn gathered<'p>(&self, plan: &'p Plan) -> impl Iterator<Item = (&'p [Unit], u64)> {
+        let size = |parts: &'p [Unit]| {
+            let params = parts.iter().flat_map(|unit| &unit.params);
+            let cut = params.filter(|&&param| !plan.is_resident(&plan.params()[param]));
+            let bytes = |&param: &usize| plan.params()[param].layout.full_len() * self.compute[param].size_bytes();
+            (parts, cut.map(bytes).sum::<usize>() as u64)
+        };
+        wholes(plan).map(size).filter(|(_, bytes)| *bytes > 0)
     }
+}
+
+/// Units, each with its parts. See [Note: The first unit travels in parts].
+fn wholes(plan: &Plan) -> impl Iterator<Item = &[Unit]> {
+    plan.units().chunk_by(|_, unit| unit.follows)
 }
 
 #[cfg(test)]

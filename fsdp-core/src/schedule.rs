@@ -4,6 +4,10 @@
 //! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
 //! clock and no peers, so that every rank that is told the same answers the same.
 
+mod window;
+
+use window::before;
+
 use crate::{Action, PrefetchDepth, Stage, UnitIndex, UnitState, UnitTiers, UnitTraits};
 
 /// What the model is doing.
@@ -27,6 +31,8 @@ enum Pass {
 #[derive(Clone, Debug)]
 struct Unit {
     traits: UnitTraits,
+    /// The first part of what it is a part of; itself where it is a whole.
+    whole: UnitIndex,
     state: UnitState,
     /// Uses recorded in forward whose gradients have not arrived.
     pending_gradients: usize,
@@ -42,8 +48,7 @@ struct Unit {
 /// ```
 /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTraits};
 ///
-/// let unit =
-///     UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
+/// let unit = UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 4096, ..UnitTraits::default() };
 /// let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
 /// let mut schedule = Schedule::new(Stage::Parameters, &[unit; 3], depth);
 ///
@@ -74,7 +79,8 @@ pub struct Schedule {
     reduce_order: Vec<UnitIndex>,
     next_reduce: usize,
     reduce_in_backward: bool,
-    reduce_in_flight: Option<UnitIndex>,
+    /// Reductions that the next one in backward may have to wait for.
+    reduces_in_flight: Vec<UnitIndex>,
     /// Reductions started since the last step and not waited for.
     reduces_pending: Vec<UnitIndex>,
     /// The units of the forward that is going on, by first use.
@@ -88,8 +94,13 @@ pub struct Schedule {
 impl Schedule {
     /// A schedule for units in plan order.
     pub fn new(stage: Stage, units: &[UnitTraits], depth: PrefetchDepth) -> Self {
-        let unit = |&traits: &UnitTraits| Unit {
+        let mut whole = 0;
+        let unit = |(index, &traits): (UnitIndex, &UnitTraits)| Unit {
             traits,
+            whole: {
+                whole = if traits.follows { whole } else { index };
+                whole
+            },
             state: UnitState::Sharded,
             pending_gradients: 0,
             gradients_ready: false,
@@ -98,7 +109,7 @@ impl Schedule {
         };
         Self {
             stage,
-            units: units.iter().map(unit).collect(),
+            units: units.iter().enumerate().map(unit).collect(),
             depth,
             reshards: false,
             pass: Pass::Idle,
@@ -109,7 +120,7 @@ impl Schedule {
             reduce_order: Vec::new(),
             next_reduce: 0,
             reduce_in_backward: true,
-            reduce_in_flight: None,
+            reduces_in_flight: Vec::new(),
             reduces_pending: Vec::new(),
             first_uses: Vec::new(),
             expected_uses: Vec::new(),
@@ -124,8 +135,7 @@ impl Schedule {
     /// ```
     /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTiers, UnitTraits};
     ///
-    /// let unit =
-    ///     UnitTraits { gathered_on_use: false, keep: false, trainable: true, prefetch: None, gathered_bytes: 0 };
+    /// let unit = UnitTraits { trainable: true, ..UnitTraits::default() };
     /// let mut schedule = Schedule::new(Stage::Gradients, &[unit; 2], PrefetchDepth::default());
     /// schedule.set_tiers(&[UnitTiers { state: true, ..UnitTiers::default() }; 2]);
     /// schedule.set_reduce_order(vec![1, 0]);
@@ -326,7 +336,7 @@ impl Schedule {
 
     /// Waits for the reductions that are still under way: before a norm over all gradients, or another backward.
     pub fn finish_reduces(&mut self) -> Vec<Action> {
-        self.reduce_in_flight = None;
+        self.reduces_in_flight.clear();
         let mut actions = Vec::new();
         for unit in std::mem::take(&mut self.reduces_pending) {
             self.wait_reduce(unit, &mut actions);
@@ -400,7 +410,7 @@ impl Schedule {
         }
         actions.extend(published.map(Action::WaitPublish));
         self.reduces_pending.clear();
-        self.reduce_in_flight = None;
+        self.reduces_in_flight.clear();
         actions
     }
 
@@ -418,84 +428,6 @@ impl Schedule {
         actions
     }
 
-    /// What is to be gathered while `unit` is used, and the one to be gathered after that.
-    fn forward_window(&self, unit: UnitIndex, cursor: usize) -> (Vec<UnitIndex>, Option<UnitIndex>) {
-        let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
-        let order = &self.forward_order;
-        let here = |next: UnitIndex| {
-            let traits = self.units[next].traits;
-            !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
-        };
-        let window = self.window(order, cursor, unit, depth, here);
-        let window = self.within_limit(window, before(order, cursor, &self.units));
-        let further = self.window(order, cursor, unit, depth + 1, here);
-        let next = further.into_iter().find(|next| !window.contains(next));
-        (window, next)
-    }
-
-    /// What forward is going to have gathered when it uses its first unit that is not kept. None without prefetching.
-    fn first_units(&self) -> Vec<UnitIndex> {
-        let order = &self.expected_uses;
-        let Some(&first) = order.first() else { return Vec::new() };
-        let traits = self.units[first].traits;
-        let depth = match traits.prefetch.unwrap_or(self.depth.forward) {
-            0 => return Vec::new(),
-            depth => depth + usize::from(traits.keep),
-        };
-        let here = |unit: UnitIndex| !self.units[unit].traits.gathered_on_use;
-        self.within_limit(self.window(order, 0, first, depth, here), None)
-    }
-
-    /// `unit` and those used after it, up to `depth` of them; left out are those that are `here` by then. Kept units on
-    /// the way are gathered with them and take no place, since they stay anyway.
-    fn window(
-        &self,
-        order: &[UnitIndex],
-        cursor: usize,
-        unit: UnitIndex,
-        depth: usize,
-        here: impl Fn(UnitIndex) -> bool,
-    ) -> Vec<UnitIndex> {
-        let mut window = vec![unit];
-        if order.get(cursor) != Some(&unit) {
-            return window;
-        }
-        let mut places = depth;
-        for &next in &order[cursor + 1..] {
-            if places == 0 {
-                break;
-            }
-            if !window.contains(&next) && !here(next) {
-                places -= usize::from(!self.units[next].traits.keep);
-                window.push(next);
-            }
-        }
-        window
-    }
-
-    /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
-    ///
-    /// [Note: A limit that all ranks agree on]
-    /// Gathers must start in the same order on every rank, also where a rank leaves out a branch of the model and frees
-    /// a unit earlier or later than its peers. So what counts against the limit is not what this rank holds now, but
-    /// what all of them may hold: the kept units, gathered or not, and those of the window.
-    fn within_limit(&self, mut window: Vec<UnitIndex>, before: Option<UnitIndex>) -> Vec<UnitIndex> {
-        let Some(limit) = self.depth.max_bytes else { return window };
-        let kept = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
-        // A kept unit is used while the unit before it stays.
-        let beside = before.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
-        let beside = beside.map(|unit| self.units[unit].traits);
-        let mut bytes: usize = kept.chain(beside).map(|traits| traits.gathered_bytes).sum();
-        let exceeds = |&unit: &UnitIndex| {
-            let traits = self.units[unit].traits;
-            bytes += if traits.keep { 0 } else { traits.gathered_bytes };
-            bytes > limit
-        };
-        let fitting = window.iter().position(exceeds).unwrap_or(window.len());
-        window.truncate(fitting.max(1));
-        window
-    }
-
     /// Makes `unit` present and the rest of `window` under way. It takes the place of the unit that was in use before it,
     /// unless it is kept: then nothing is freed. So the last unit of forward that is not kept is still there when backward
     /// asks for it. The blocks of `next` are fetched, so that they are here when it is gathered.
@@ -510,7 +442,10 @@ impl Schedule {
             let in_backward = matches!(self.pass, Pass::Backward { .. });
             for other in 0..self.units.len() {
                 let Unit { traits, pending_gradients, .. } = self.units[other];
-                let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
+                let needed = traits.keep
+                    || window.contains(&other)
+                    || self.are_parts(unit, other)
+                    || (in_backward && pending_gradients > 0);
                 if !needed {
                     self.leave(other, &mut actions);
                 }
@@ -560,17 +495,28 @@ impl Schedule {
         }
     }
 
+    /// Whether both are parts of one whole, or the same.
+    fn are_parts(&self, one: UnitIndex, other: UnitIndex) -> bool {
+        self.units[one].whole == self.units[other].whole
+    }
+
     fn free(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
         if self.units[unit].state.free().is_ok() {
             actions.push(Action::Free(unit));
         }
     }
 
-    /// Starts a reduction. In backward the one before it must be done: so that at most two units of full gradients
-    /// exist, the one being reduced and the one being computed. And so must be the unit's own of an earlier backward.
+    /// Starts a reduction. In backward the one before it must be done, with the last part of a unit that of the unit before:
+    /// so that at most two units of full gradients exist, the one being reduced and the one being computed. And so must be
+    /// the unit's own of an earlier backward.
     fn reduce(&mut self, unit: UnitIndex, in_backward: bool, actions: &mut Vec<Action>) {
-        let previous = self.reduce_in_flight.replace(unit).filter(|_| in_backward);
-        for waited in previous.into_iter().chain([unit]) {
+        let is_complete = !self.reduce_order[self.next_reduce + 1..].iter().any(|&later| self.are_parts(later, unit));
+        let in_flight = std::mem::take(&mut self.reduces_in_flight);
+        let stays = |&other: &UnitIndex| in_backward && (!is_complete || self.are_parts(other, unit));
+        let (staying, previous): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(stays);
+        self.reduces_in_flight = staying;
+        self.reduces_in_flight.push(unit);
+        for waited in previous.into_iter().filter(|_| in_backward).chain([unit]) {
             if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == waited) {
                 self.reduces_pending.remove(at);
                 self.wait_reduce(waited, actions);
@@ -586,10 +532,4 @@ impl Schedule {
 fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
     let position = |from: usize| order.iter().skip(from).position(|&other| other == unit).map(|at| at + from);
     position(cursor).or_else(|| position(0)).unwrap_or(cursor)
-}
-
-/// The last unit before `cursor` that is gathered on use and not kept.
-fn before(order: &[UnitIndex], cursor: usize, units: &[Unit]) -> Option<UnitIndex> {
-    let stays = |&&unit: &&UnitIndex| units[unit].traits.gathered_on_use && !units[unit].traits.keep;
-    order.iter().take(cursor).rev().find(stays).copied()
 }

@@ -225,7 +225,7 @@ impl<'a> PlanMemory<'a> {
 
     /// Units that are gathered on use, with their gathered sizes.
     fn gathered<'p>(&self, plan: &'p Plan) -> impl Iterator<Item = (&'p [Unit], u64)> {
-        let size = |parts: &'p [Unit]| {
+        let size = move |parts: &'p [Unit]| {
             let params = parts.iter().flat_map(|unit| &unit.params);
             let cut = params.filter(|&&param| !plan.is_resident(&plan.params()[param]));
             let bytes = |&param: &usize| plan.params()[param].layout.full_len() * self.compute[param].size_bytes();

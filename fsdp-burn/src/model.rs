@@ -7,14 +7,14 @@ use burn::module::Module;
 use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
     Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, UnitOverrides,
+    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
 use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
-use crate::offload::Offload;
+use crate::offload::{Offload, unit_on_disk};
 use crate::precision::Dtypes;
 use crate::scaled_loss::scaled;
 use crate::survey::{Entry, survey};
@@ -111,7 +111,11 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
         let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
-        let offload = Offload::new(&config.offload, rank.tier().cloned(), &plan, shard_index);
+        let tier = match unit_on_disk(&plan) {
+            Some(unit) => Some(rank.open_tier(&unit.name)?),
+            None => rank.tier(),
+        };
+        let offload = Offload::new(&config.offload, tier, &plan, shard_index);
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
@@ -530,13 +534,12 @@ fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
         let UnitOverrides { precision, reduce, output, offload, .. } = &unit.overrides;
         let named = [("precision", precision), ("reduce", reduce), ("output", output)];
         let mut named = named.into_iter().filter_map(|(word, name)| Some((word, name.as_deref()?)));
-        let unknown = named.find(|(_, name)| !Dtype::PRECISIONS.contains(name));
-        let (problem, remedy) = match (unknown, offload) {
+        let dtype = named.find(|(_, name)| !Dtype::PRECISIONS.contains(name));
+        let tier = offload.iter().find(|name| TierShares::of_attribute(name).is_none());
+        let (problem, remedy) = match (dtype, tier) {
             (Some((word, name)), _) => (format!("`{word} = \"{name}\"` is no element type"), "write f32, bf16 or f16"),
-            (_, Some(tier)) if tier != "none" => {
-                (format!("`offload = \"{tier}\"` is not available yet"), "remove it from the #[shard(...)] attribute")
-            }
-            _ => continue,
+            (_, Some(name)) => (format!("`offload = \"{name}\"` is no tier"), "write none, cpu or nvme"),
+            (None, None) => continue,
         };
         return Err(Error::Parameter { parameter: unit.name.clone(), problem, remedy });
     }

@@ -39,7 +39,7 @@ pub struct UnitOverrides {
     pub reduce: Option<String>,
     /// Element type that the unit's output is cast to, by the same name.
     pub output: Option<String>,
-    /// Tier of the unit's shards, by its name in the configuration file.
+    /// Tier of the unit's parameters, gradients and optimizer state: `none`, `cpu` or `nvme`.
     pub offload: Option<String>,
 }
 

@@ -127,7 +127,7 @@ use proc_macro::TokenStream;
 /// | `precision = "bf16"` | The element type of computation and gather: `f32`, `bf16` or `f16`. | `bf16` and `f16` halve the gathered memory and the gather's bytes; a float32 master copy stays in the shards. |
 /// | `reduce = "bf16"` | The element type in which the unit's gradients are sent; they are added up in float32. | `bf16` and `f16` halve what its reduction sends, and round each rank's gradient. |
 /// | `output = "f32"` | The element type that `fsdp_burn::cast_output(&self.field.weight, x)` makes of the unit's output. | None. |
-/// | `offload = "cpu"` | The tier that holds the unit's shards between uses: `none` (the device), `cpu` or `nvme`. | Frees the shards' device memory; each use copies the shard over the bus, or reads it from the drive. |
+/// | `offload = "nvme"` | The tier that holds the unit's optimizer state and reduced gradients between their uses, and at stage 3 its shards of parameters: `none` (the device), `cpu` (host memory) or `nvme` (the disk at `nvme_path` under `[offload]`). The shares of `[offload]` are then those of the other units. | Frees the device's memory of all three; each use copies the state over the bus, or reads it from the drive. |
 ///
 /// ```
 /// # #[path = "../tests/fsdp/mod.rs"]

@@ -22,7 +22,7 @@ pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 pub use offload::{OffloadConfig, TierShares};
 
-use crate::{Axis, Dtype, LossScale, Mesh, Stage};
+use crate::{Axis, Dtype, Environment, LauncherChoice, LauncherError, LossScale, Mesh, Stage, Started};
 
 /// How a run is sharded, and how it trains. [`config_keys`] explains every key of the file.
 ///
@@ -48,8 +48,12 @@ use crate::{Axis, Dtype, LossScale, Mesh, Stage};
 pub struct Config {
     /// How much is sharded. Default: stage 3.
     pub stage: Stage,
-    /// Number of ranks, threads of this process. Default: 1.
+    /// Number of ranks. Default: 1, which leaves it to a launcher that has started several processes.
     pub world_size: usize,
+    /// Who has started the ranks. Default: whoever is found, else they are threads of this process.
+    pub launcher: LauncherChoice,
+    /// Port at which rank 0 waits for other processes. Default: `None`, the launcher's.
+    pub rendezvous_port: Option<u16>,
     /// The ranks as a grid whose sizes multiply to the world size. Default: `None`, all ranks along the shard axis.
     pub mesh: Option<Mesh>,
     /// Ranks along the shard axis that a unit stays cut over from forward to backward, at stage 3; they divide the axis.
@@ -125,6 +129,8 @@ impl Default for Config {
         Self {
             stage: Stage::default(),
             world_size: 1,
+            launcher: LauncherChoice::default(),
+            rendezvous_port: None,
             mesh: None,
             reshard_after_forward: None,
             timeout_s: 300.0,
@@ -248,6 +254,35 @@ impl Config {
         self.reshard_after_forward.filter(|&num_ranks| num_ranks < num_shards)
     }
 
+    /// How the ranks of this configuration are started, by the environment of this process.
+    ///
+    /// # Errors
+    /// See [`Started::find`].
+    pub fn started(&self) -> Result<Started, LauncherError> {
+        let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        };
+        self.started_in(&std::env::vars_os().filter_map(text).collect())
+    }
+
+    /// As [`Config::started`], for a given environment.
+    ///
+    /// # Errors
+    /// See [`Started::find`].
+    pub fn started_in(&self, variables: &Environment) -> Result<Started, LauncherError> {
+        Started::find(variables, self.launcher, self.world_size, self.rendezvous_port)
+    }
+
+    /// This configuration with the world size that the launcher has decided.
+    #[must_use]
+    pub fn for_started(&self, started: &Started) -> Self {
+        let world_size = match started {
+            Started::Threads => self.world_size,
+            Started::Process(process) => process.world_size,
+        };
+        Self { world_size, ..self.clone() }
+    }
+
     /// [`Config::timeout_s`] as a duration.
     ///
     /// # Panics
@@ -273,6 +308,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Launcher;
 
     #[test]
     fn an_empty_file_means_all_defaults() {
@@ -288,6 +324,8 @@ mod tests {
         let toml = r#"
             stage = 3
             world_size = 8
+            launcher = "torchrun"
+            rendezvous_port = 4000
             mesh = { shard = 4, replicate = 2 }
             reshard_after_forward = 2
             timeout_s = 2.5
@@ -312,8 +350,8 @@ mod tests {
             nvme_checksums = false
         "#;
         let json = r#"{
-            "stage": 3, "world_size": 8, "mesh": {"shard": 4, "replicate": 2}, "timeout_s": 2.5,
-            "reshard_after_forward": 2,
+            "stage": 3, "world_size": 8, "launcher": "torchrun", "rendezvous_port": 4000,
+            "mesh": {"shard": 4, "replicate": 2}, "reshard_after_forward": 2, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
@@ -325,6 +363,8 @@ mod tests {
         let expected = Config {
             stage: Stage::Parameters,
             world_size: 8,
+            launcher: LauncherChoice::Only(Launcher::Torchrun),
+            rendezvous_port: Some(4000),
             mesh: Some(Mesh::new([(Axis::Shard, 4), (Axis::Replicate, 2)]).unwrap()),
             reshard_after_forward: Some(2),
             timeout_s: 2.5,
@@ -437,6 +477,7 @@ mod tests {
         fn any_config()(
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
+            (launcher, rendezvous_port) in (0..5usize, proptest::option::of(1..u16::MAX)),
             (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
             seed in proptest::option::of(0..1usize << 62),
             (forward, backward) in (0..10usize, 0..10usize),
@@ -464,6 +505,8 @@ mod tests {
             Config {
                 stage: Stage::ALL[stage],
                 world_size: replicate * shard,
+                launcher: LauncherChoice::ALL[launcher],
+                rendezvous_port,
                 mesh,
                 // The largest true divisor, if there is one.
                 reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && num_shards.is_multiple_of(*k)),

@@ -86,6 +86,8 @@ mod tests {
             keys,
             r#"stage = 3
 world_size = 1
+launcher = "auto"
+# rendezvous_port is not set
 # mesh is not set
 # reshard_after_forward is not set
 timeout_s = 300.0

@@ -354,8 +354,9 @@ mod tests {
         );
         assert_eq!(
             refusal("[schedule]\nlr = 1"),
-            "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `mesh`, \
-             `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`, `offload`"
+            "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `launcher`, \
+             `rendezvous_port`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
+             `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(

@@ -175,6 +175,7 @@ static KEYS: &[ConfigKey] = &[
                of one host.",
         kind: Kind::OptionalInteger {
             min: 2,
+            max: None,
             get: |config| config.reshard_after_forward,
             set: |config, num_ranks| config.reshard_after_forward = num_ranks,
         },

@@ -135,6 +135,9 @@ pub struct ProcessMemory {
     pub predicted_bytes: u64,
     /// What the allocator counted during training, the text included; `None` where it does not count.
     pub measured_bytes: Option<u64>,
+    /// The largest resident set of the process up to the end of training, as the system counts it: with the program itself,
+    /// and what the allocator keeps. `None` where the system does not tell.
+    pub resident_bytes: Option<u64>,
 }
 
 /// An optimizer step: seconds, means over ranks and steps.
@@ -204,9 +207,10 @@ impl StepMeans {
 }
 
 impl ProcessMemory {
-    /// From the predictions of all ranks and what the allocator counted.
-    pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>) -> Self {
-        Self { predicted_bytes: ranks.iter().map(|row| row.predicted.peak_bytes).sum(), measured_bytes }
+    /// From the predictions of all ranks, and what the allocator and the system counted.
+    pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>, resident_bytes: Option<u64>) -> Self {
+        let predicted_bytes = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
+        Self { predicted_bytes, measured_bytes, resident_bytes }
     }
 }
 

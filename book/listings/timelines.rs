@@ -6,8 +6,14 @@ use crate::figures::{assert_figure, numbers, printed};
 use crate::svg::{Anchor, Svg};
 
 const NUM_UNITS: usize = 4;
-const UNIT: UnitTraits =
-    UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 0 };
+const UNIT: UnitTraits = UnitTraits {
+    gathered_on_use: true,
+    keep: false,
+    trainable: true,
+    prefetch: None,
+    gathered_bytes: 0,
+    follows: false,
+};
 
 /// What the model does, and the actions that follow.
 struct Event {

@@ -105,7 +105,7 @@ pub use fsdp_core::{
     Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
     GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh, ModelShape,
     NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig,
-    RendezvousError, Stage, Started, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig, Transformer,
-    Translated, TranslatedItem, WrapPolicy, human_bytes,
+    RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig,
+    Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

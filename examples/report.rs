@@ -55,6 +55,8 @@ pub struct RankRow {
     pub num_collectives: u64,
     /// Seconds of the training loop in which it computed.
     pub computing_s: f64,
+    /// Seconds of `computing_s` that the optimizer took.
+    pub optimizer_s: f64,
     /// Seconds of the training loop in which it stood still for communication.
     pub waiting_s: f64,
     /// Seconds in which its communication threads were busy, most of them beside the computation; several may be at once.
@@ -142,6 +144,8 @@ pub struct ProcessMemory {
 pub struct StepMeans {
     /// A rank computes.
     pub computing_s: f64,
+    /// Of that, the optimizer's step.
+    pub optimizer_s: f64,
     /// The model stands still for parameters or gradients.
     pub exposed_s: f64,
     /// A rank waits for the losses of the others.
@@ -195,6 +199,7 @@ impl StepMeans {
         let overlaps: Vec<f64> = ranks.iter().filter_map(|row| row.overlap).collect();
         Self {
             computing_s: mean(|row| row.computing_s),
+            optimizer_s: mean(|row| row.optimizer_s),
             exposed_s: mean(|row| row.exposed_s),
             loss_s: mean(|row| row.waiting_s - row.exposed_s),
             communication_s: mean(|row| row.communication_s),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Config, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
+    Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
     launch_with,
 };
 use fsdp_examples::{
@@ -66,7 +66,7 @@ fn run(args: &Args) -> Result<Report, Failure> {
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
         // What a DeepSpeed file asks for in vain is said.
         for item in deepspeed.iter().flat_map(Translated::missing) {
-            println!("Not there: {} = {}: {}", item.key, item.value, item.told);
+            println!("Not there: {item}");
         }
     }
     let job = Arc::new(Job { args: args.clone(), model, text, checkpoints: Checkpoints::new(args)? });
@@ -126,7 +126,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let progress = Progress::new(args.steps, args.quiet || !rank.is_main());
     let micro_batches = rank.config().training.gradient_accumulation;
     let mut losses = Vec::new();
-    let mut waited_for_losses = Duration::ZERO;
+    let (mut waited_for_losses, mut optimizing_s) = (Duration::ZERO, 0.0);
     model.reset_stats();
     rank.traffic().reset();
     let started = Instant::now();
@@ -138,7 +138,9 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
             let loss = model.loss(batch.inputs, batch.targets);
             sum += f64::from(loss.clone().into_scalar::<f32>());
             let gradients = model.backward(loss)?;
+            let (before, asked) = (stood_still_s(&model.stats()), Instant::now());
             optimizer.step(args.learning_rate(step), &mut model, gradients)?;
+            optimizing_s += asked.elapsed().as_secs_f64() - (stood_still_s(&model.stats()) - before);
         }
         let asked = Instant::now();
         losses.push(rank.mean(sum / micro_batches as f64)?);
@@ -163,7 +165,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     rank.barrier()?;
     let peak_bytes = ALLOCATOR.peak_usage() as u64;
     let stats = model.stats();
-    let exposed_s = (stats.exposed() + stats.tier_wait).as_secs_f64();
+    let exposed_s = stood_still_s(&stats);
     let waiting_s = exposed_s + waited_for_losses.as_secs_f64();
     let traffic = rank.traffic().total();
     let row = RankRow {
@@ -174,6 +176,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         sent_bytes: traffic.sent_bytes,
         num_collectives: traffic.num_ops,
         computing_s: training_s - waiting_s,
+        optimizer_s: optimizing_s,
         waiting_s,
         communication_s: stats.communication.as_secs_f64(),
         exposed_s,
@@ -186,6 +189,11 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let sample = sampler.continue_text(&model.valid(), text.prompt(args.seed), args.sequence, &device.inner());
     let wall = WallTimes { setup_s, training_s, sampling_s: started.elapsed().as_secs_f64() };
     Ok(Outcome { losses, num_parameters: model.num_params(), row, wall, peak_bytes, sample })
+}
+
+/// Seconds in which the model stood still for its parameters, gradients or optimizer state.
+fn stood_still_s(stats: &EngineStats) -> f64 {
+    (stats.exposed() + stats.tier_wait).as_secs_f64()
 }
 
 fn tokens_per_step(config: &Config, args: &Args) -> usize {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fsdp_burn::{Link, Stage, Transformer};
-use fsdp_core::{Job, Machine, Network, Recorded, SimOptions, Speed, TraceStream, simulate};
+use fsdp_core::{Job, Machine, Network, Recorded, SimOptions, Speed, TierRates, TraceStream, simulate};
 
 use super::*;
 
@@ -66,20 +66,36 @@ fn config(name: &str) -> String {
 
 #[test]
 fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
+    replay("replay", "");
+}
+
+#[test]
+fn the_simulator_repeats_the_order_of_a_step_that_reads_and_writes_a_disk() {
+    let path = folder("replay-disk").join("disk");
+    let path = path.display();
+    replay("replay-all", &format!("[offload]\noptimizer = \"nvme\"\ngradients = \"nvme\"\nnvme_path = \"{path}\"\n"));
+    replay("replay-half", &format!("[offload]\noptimizer = {{ nvme = 0.5 }}\nnvme_path = \"{path}\"\n"));
+    fs::remove_dir_all(folder("replay-disk")).unwrap();
+}
+
+/// Trains at every stage with these settings, and compares the order of a recorded step with the simulator's.
+fn replay(name: &str, offload: &str) {
     let _turn = turn();
-    let folder = folder("replay");
+    let folder = folder(name);
     for stage in Stage::ALL {
         let trace = folder.join("trace.json");
-        let number = format!("--stage={}", stage.number());
-        let more = ["--trace-steps=4", &number, "--trace", trace.to_str().unwrap()];
+        let file = folder.join("run.toml");
+        fs::write(&file, format!("stage = {}\nworld_size = 4\n{offload}", stage.number())).unwrap();
+        let config = Config::load(&file).unwrap();
+        let more = ["--trace-steps=4", "--config", file.to_str().unwrap(), "--trace", trace.to_str().unwrap()];
         run(&args(&folder.join("a.svg"), &more)).unwrap();
         let recorded = Recorded::read(&trace).unwrap();
         let link = Link { alpha_s: 0.0, beta_s_per_byte: 0.0 };
         let speed = Speed::Rate { flops_per_s: 1e9, memory_bytes_per_s: 1e9 };
-        let machine = Machine { network: Network::one_node(link).into(), speed };
+        let machine = Machine { network: Network::one_node(link).into(), speed, tiers: TierRates::default() };
         // The sizes of `TINY`.
         let model = Transformer { layers: 2, width: 16, heads: 2, sequence: 16, vocabulary: 260, recompute: false };
-        let job = Job::new(model.shape(), 4, machine);
+        let job = Job::configured(model.shape(), &config, machine);
         for rank in 0..4 {
             let workload = recorded.workload(&job, stage, rank, 2).unwrap();
             let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
@@ -107,6 +123,20 @@ fn a_deepspeed_file_is_taken_as_it_is() {
     assert_eq!((report.config["stage"].as_u64(), report.config["world_size"].as_u64()), (Some(2), Some(4)));
     assert_eq!(report.config["training"]["gradient_clip_norm"].as_f64(), Some(0.5));
     assert_eq!(report.tokens_per_step, 4 * 2 * 3 * 16, "ranks, micro-batches, sequences, tokens");
+
+    // What it offloads lies on a disk while it trains, and changes nothing of what is learned.
+    let disk = folder.join("disk");
+    let offload = format!(
+        r#", "offload_optimizer": {{"device": "nvme", "nvme_path": {disk:?}}}, "offload_param": {{"device": "nvme"}}}}"#
+    );
+    let on_disk = text.replace("\"stage\": 2", "\"stage\": 3").replace("true}", &format!("true{offload}"));
+    fs::write(&file, on_disk).unwrap();
+    let trace = folder.join("trace.json");
+    let more = ["--deepspeed", file.to_str().unwrap(), "--trace", trace.to_str().unwrap()];
+    let offloaded = run(&args(&folder.join("a.svg"), &more)).unwrap();
+    assert_eq!(offloaded.losses, report.losses);
+    assert!(offloaded.ranks.iter().all(|row| row.disk.is_some_and(|disk| disk.written_bytes > 0)), "{:?}", offloaded.ranks);
+    assert!(fs::read_to_string(&trace).unwrap().contains("\"read blocks.1\""));
 
     fs::write(&file, r#"{"zero_optimization": {"stage": 2, "overlap_com": true}}"#).unwrap();
     let refused = refusal(&["--deepspeed", file.to_str().unwrap()]);
@@ -193,7 +223,8 @@ fn a_trace_shows_every_rank_at_work_in_the_steps_that_were_asked_for() {
     let steps: Vec<u64> = events.iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
     assert_eq!((steps.iter().min(), steps.iter().max()), (Some(&0), Some(&3)));
 
-    let StepMeans { computing_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    let StepMeans { computing_s, optimizer_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    assert!(optimizer_s > 0.0 && optimizer_s < computing_s, "{:?}", report.step);
     let step_s = report.ranks.iter().map(|row| row.computing_s + row.waiting_s).sum::<f64>() / 4.0 / 30.0;
     assert!((computing_s + exposed_s + loss_s - step_s).abs() < 1e-9, "{:?} of {step_s} s", report.step);
     assert!(communication_s > 0.0 && overlap.is_some_and(|share| (0.0..=1.0).contains(&share)), "{:?}", report.step);

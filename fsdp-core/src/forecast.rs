@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Job, MemoryEstimate, Mesh, SimOptions, SimReport, Stage, human_bytes, simulate};
+use crate::{Job, MemoryEstimate, Mesh, SimOptions, SimReport, Stage, TierBytes, human_bytes, simulate};
 
 /// Step times within this share of each other count as equal.
 const EQUAL: f64 = 0.02;
@@ -17,6 +17,8 @@ pub struct StageForecast {
     pub stage: Stage,
     /// What the first rank holds, which has the largest blocks.
     pub memory: MemoryEstimate,
+    /// What of it lies below the device's memory.
+    pub tiers: TierBytes,
     /// The step in the simulator: times and traffic, with the spans of rank 0.
     pub report: SimReport,
     /// Whether the peak fits into the device; `None` if its size is not given.
@@ -29,11 +31,11 @@ pub struct StageForecast {
 /// All stages, and the advice.
 ///
 /// ```
-/// use fsdp_core::{Forecast, Job, Machine, ModelShape, NamedLink, Network, Speed, Stage};
+/// use fsdp_core::{Forecast, Job, Machine, ModelShape, NamedLink, Network, Speed, Stage, TierRates};
 ///
 /// let link = NamedLink::find("nvlink4").expect("a known link").link;
 /// let speed = Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 };
-/// let machine = Machine { network: Network::one_node(link).into(), speed };
+/// let machine = Machine { network: Network::one_node(link).into(), speed, tiers: TierRates::default() };
 /// let job = Job::new(ModelShape::even(7_000_000_000, 32), 8, machine);
 /// let forecast = Forecast::new(&job, Some(80_000_000_000));
 /// assert_eq!(forecast.stages.iter().map(|of| of.fits == Some(true)).collect::<Vec<_>>(), [false, true, true, true]);
@@ -83,6 +85,7 @@ impl Forecast {
                 fits: device_bytes.map(|bytes| memory.peak_or_known_bytes() <= bytes),
                 min_ranks: device_bytes.and_then(|bytes| min_ranks_of(job, stage, bytes)),
                 memory,
+                tiers: job.tier_bytes(stage),
             }
         };
         let stages: Vec<_> = Stage::ALL.into_iter().map(forecast).collect();
@@ -173,13 +176,13 @@ fn nothing_fits(stages: &[StageForecast], device_bytes: Option<u64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Link, Machine, ModelShape, Network, Speed};
+    use crate::{Link, Machine, ModelShape, Network, Speed, TierRates};
 
     /// A job of `len` parameters, on `num_ranks` with a link of so many bytes per second.
     fn job(len: usize, num_ranks: usize, bytes_per_s: f64) -> Job {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1.0 / bytes_per_s });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e13 };
-        Job::new(ModelShape::even(len, 8), num_ranks, Machine { network: network.into(), speed })
+        Job::new(ModelShape::even(len, 8), num_ranks, Machine { network: network.into(), speed, tiers: TierRates::default() })
     }
 
     fn forecast(job: &Job, device_bytes: u64) -> Forecast {

@@ -257,7 +257,7 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// Parameters, gradients and optimizer state: what lives through the whole run.
     pub fn state_bytes(&self) -> u64 {
-        self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        [self.gradient_bytes, self.optimizer_bytes].into_iter().fold(self.parameter_bytes, u64::saturating_add)
     }
 
     /// The most that is held at once, or `None` where activations are not known.
@@ -265,11 +265,12 @@ impl MemoryEstimate {
     /// Not the sum of all parts: activations are complete when backward begins, gradients when it ends. One grows as the
     /// other shrinks, so the peak is at one of the two ends; or in the step, where what is offloaded passes through memory.
     pub fn peak_bytes(&self) -> Option<u64> {
-        let always = self.parameter_bytes + self.optimizer_bytes + self.gathered_bytes;
-        let end = self.gradient_bytes + self.in_flight_bytes;
+        let sum = |parts: &[u64]| parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part));
+        let always = sum(&[self.parameter_bytes, self.optimizer_bytes, self.gathered_bytes]);
+        let end = sum(&[self.gradient_bytes, self.in_flight_bytes]);
         // Of whole gradients nothing is left by then.
-        let step = self.gradient_bytes + self.tier_bytes;
-        self.activation_bytes.map(|begin| always + begin.max(end).max(step))
+        let step = sum(&[self.gradient_bytes, self.tier_bytes]);
+        self.activation_bytes.map(|begin| sum(&[always, begin.max(end).max(step)]))
     }
 
     /// The most that is held at once of what is known: activations that are not known count as none.

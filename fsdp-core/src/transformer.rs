@@ -35,6 +35,15 @@ pub struct Transformer {
 }
 
 impl Transformer {
+    /// Elements of all its parameters; the largest number where there are more than can be counted.
+    pub fn parameter_len(&self) -> u64 {
+        let [layers, width, sequence, vocabulary] =
+            [self.layers, self.width, self.sequence, self.vocabulary].map(|size| size as u128);
+        let block = (12 * width + 13).saturating_mul(width);
+        let tables = (2 * vocabulary + sequence + 2).saturating_mul(width);
+        u64::try_from(block.saturating_mul(layers).saturating_add(tables)).unwrap_or(u64::MAX)
+    }
+
     /// Its units: the table of tokens, the root unit (positions and the last norm), each block, and the head, which stays
     /// gathered.
     pub fn shape(&self) -> ModelShape {
@@ -121,6 +130,9 @@ mod tests {
         );
         let lens: Vec<_> = shape.units.iter().map(UnitShape::parameter_len).collect();
         // Norms 4W, four squares with biases, a perceptron of 8W² with 5W of biases.
+        assert_eq!(shape.parameter_len(), TINY.parameter_len());
+        let largest = Transformer { layers: usize::MAX, width: usize::MAX, vocabulary: usize::MAX, ..TINY };
+        assert_eq!(largest.parameter_len(), u64::MAX);
         assert_eq!(lens, [32 * 8, 16 * 8 + 16, 12 * 64 + 13 * 8, 12 * 64 + 13 * 8, 8 * 32]);
     }
 

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
     Accumulate, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
-    Network, NonFinite, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic, UnitShape,
-    UnitTraits,
+    Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic,
+    TierRate, UnitShape, UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -16,6 +16,8 @@ pub struct Machine {
     pub network: Collectives,
     /// How fast a rank computes.
     pub speed: Speed,
+    /// How fast it reaches what lies below its memory.
+    pub tiers: TierRates,
 }
 
 /// How fast a rank computes.
@@ -35,6 +37,15 @@ pub enum Speed {
         /// Seconds of the optimizer's step over all parameters.
         optimizer_s: f64,
     },
+}
+
+/// What lies below a rank's memory, and how fast the rank reaches it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierRates {
+    /// Host memory. `None` where the device computes in it: then what is placed there is where it always is.
+    pub host: Option<TierRate>,
+    /// This rank's part of the disks. `None`: their time is left out.
+    pub nvme: Option<TierRate>,
 }
 
 /// What collectives cost.
@@ -78,7 +89,7 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => links.reduce_scatter.message_s(shard_bytes * placed.num_ranks),
+            Collectives::Measured(links) => links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks)),
         }
     }
 
@@ -120,6 +131,8 @@ pub struct Job {
     pub activation_bytes: Option<u64>,
     /// Ranks that are threads of one process, and share what they hold alike.
     pub ranks_per_process: u64,
+    /// What lies below the device's memory. Parameters do so at stage 3 only.
+    pub offload: OffloadConfig,
     /// The machine.
     pub machine: Machine,
 }
@@ -158,6 +171,7 @@ impl Job {
             recompute: false,
             activation_bytes: None,
             ranks_per_process: 1,
+            offload: config.offload.clone(),
             machine,
         }
     }
@@ -185,6 +199,7 @@ impl Job {
             prefetch: self.depth.max() as u64,
             prefetch_max_bytes: self.depth.max_bytes.map(|bytes| bytes as u64),
             activation_bytes: self.activation_bytes,
+            tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
         };
         let all = model.exact(&self.layouts(|_| true), 0);
@@ -218,6 +233,7 @@ impl Job {
             needs_norm: self.needs_norm,
         };
         let num_params: usize = self.shape.units.iter().map(|unit| unit.parameters.len()).sum();
+        let placements = self.placements(stage);
         let norm_bytes = 8 * num_params as u64;
         let seconds = self.machine.network.all_gather_s(self.placed(Scope::World), norm_bytes);
         let norm_traffic = StepTraffic::default(); // a few bytes that are not the model's
@@ -226,7 +242,9 @@ impl Job {
             rules,
             uses: self.uses(),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
+            tiers: placements.unit_tiers(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
+            tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
             norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
         }
     }
@@ -370,7 +388,7 @@ mod tests {
     fn machine() -> Machine {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1e-10 });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 };
-        Machine { network: network.into(), speed }
+        Machine { network: network.into(), speed, tiers: TierRates::default() }
     }
 
     fn units(lens: &[usize], keep: &[usize]) -> ModelShape {

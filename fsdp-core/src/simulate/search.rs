@@ -121,8 +121,8 @@ pub fn sensitivity(job: &Job, stage: Stage) -> Vec<Variation> {
     jobs.push(("twice the latency".into(), with_link(2.0, 1.0)));
     let variation = |(what, job): (String, Job)| {
         let report = once(&job, stage);
-        let tokens = job.num_tokens * (job.num_micro_batches * job.mesh.world_size()) as u64;
-        Variation { what, tokens_per_s: tokens as f64 / report.step_s, report }
+        let ranks = job.num_micro_batches as f64 * job.mesh.world_size() as f64;
+        Variation { what, tokens_per_s: job.num_tokens as f64 * ranks / report.step_s, report }
     };
     jobs.into_iter().map(variation).collect()
 }
@@ -153,7 +153,7 @@ impl Collectives {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Machine, ModelShape, Speed};
+    use crate::{Machine, ModelShape, Speed, TierRates};
 
     /// Eight equal units on four ranks; a gather takes `gather` times as long as a unit's forward.
     fn job(gather: f64) -> Job {
@@ -163,7 +163,7 @@ mod tests {
         let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte });
         let flops_per_s = 2.0 * len * 2048.0 / forward_s;
         let speed = Speed::Rate { flops_per_s, memory_bytes_per_s: f64::INFINITY };
-        Job::new(ModelShape::even(8 * len as usize, 8), 4, Machine { network: network.into(), speed })
+        Job::new(ModelShape::even(8 * len as usize, 8), 4, Machine { network: network.into(), speed, tiers: TierRates::default() })
     }
 
     #[test]

@@ -5,11 +5,14 @@ use std::time::{Duration, Instant};
 use crate::simulate::{SimReport, Workload};
 use crate::{Span, Trace, TraceStream};
 
+/// What a trace shows at most, in seconds: three hundred years, which clocks can still count.
+const LONGEST_S: f64 = 1e10;
+
 /// The spans of the traced ranks, for Perfetto or a browser's tracing page; [`Trace::write`] makes the file.
 pub fn timeline(workload: &Workload, report: &SimReport) -> Trace {
     let origin = Instant::now();
     let trace = Trace::beginning_at(origin);
-    let at = |seconds: f64| origin + Duration::from_secs_f64(seconds.max(0.0));
+    let at = |seconds: f64| origin + Duration::from_secs_f64(seconds.clamp(0.0, LONGEST_S));
     for span in &report.spans {
         let unit = span.unit.map(|unit| &workload.units[unit]);
         trace.add(Span {
@@ -28,13 +31,13 @@ pub fn timeline(workload: &Workload, report: &SimReport) -> Trace {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Job, Machine, ModelShape, Network, SimOptions, Speed, Stage, simulate, timeline};
+    use crate::{Job, Machine, ModelShape, Network, SimOptions, Speed, Stage, TierRates, simulate, timeline};
 
     #[test]
     fn a_simulated_step_is_a_trace_of_the_ranks_that_were_asked_for() {
         let network = Network::one_node(crate::Link { alpha_s: 1e-6, beta_s_per_byte: 1e-10 });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 };
-        let job = Job::new(ModelShape::even(4_000_000, 4), 8, Machine { network: network.into(), speed });
+        let job = Job::new(ModelShape::even(4_000_000, 4), 8, Machine { network: network.into(), speed, tiers: TierRates::default() });
         let workload = job.workload(Stage::Parameters);
         let options = SimOptions { num_steps: 2, traced: vec![3, 5], ..SimOptions::default() };
         let report = simulate(&workload, &options);

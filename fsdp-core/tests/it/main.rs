@@ -13,6 +13,8 @@ mod command;
 mod conformance;
 mod failure;
 mod fuzz;
+#[cfg(feature = "cli")]
+mod numbers;
 mod schedule;
 mod schedule_property;
 mod schedule_tiers;

@@ -15,7 +15,8 @@ mod plan;
 mod shell;
 mod simulate;
 mod size;
-mod table;
+mod tiers;
+mod rate;
 mod words;
 
 use std::process::ExitCode;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_burn::{Config, EngineStats, MemoryEstimate, TierStats};
+use fsdp_burn::{Activations, Config, EngineStats, MemoryEstimate, TierStats};
 use serde::{Deserialize, Serialize};
 
 use crate::{Failure, GptConfig};
@@ -113,7 +113,7 @@ pub struct Predicted {
     pub in_flight_bytes: u64,
     /// What lies on a disk and passes through memory in a step.
     pub tier_bytes: u64,
-    /// What is held when backward begins.
+    /// What is held up to the backward of the last unit.
     pub activation_bytes: u64,
     /// The most at once, which is less than the sum.
     pub peak_bytes: u64,
@@ -133,7 +133,7 @@ pub struct Measured {
 /// Peak memory of the process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
-    /// The sum of the peaks of all ranks.
+    /// The peaks of all ranks together, and the text.
     pub predicted_bytes: u64,
     /// What the allocator counted during training, the text included; `None` where it does not count.
     pub measured_bytes: Option<u64>,
@@ -192,6 +192,11 @@ impl From<&EngineStats> for Measured {
     }
 }
 
+/// Processors that ranks can run on.
+pub fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 impl StepMeans {
     /// From the sums of all ranks over `num_steps` steps.
     pub fn new(ranks: &[RankRow], num_steps: usize) -> Self {
@@ -209,9 +214,13 @@ impl StepMeans {
 }
 
 impl ProcessMemory {
-    /// From the predictions of all ranks and what the allocator counted.
-    pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>) -> Self {
-        Self { predicted_bytes: ranks.iter().map(|row| row.predicted.peak_bytes).sum(), measured_bytes }
+    /// From the predictions of all ranks, the size of the text, and what the allocator counted. Of ranks that have no core of
+    /// their own, those that wait for one do without what is held only for a moment.
+    pub fn new(ranks: &[RankRow], activations: Activations, text_bytes: u64, measured_bytes: Option<u64>) -> Self {
+        let peaks: u64 = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
+        let num_waiting = ranks.len().saturating_sub(num_cores()) as u64;
+        let predicted_bytes = (peaks + text_bytes).saturating_sub(num_waiting * activations.transient_bytes);
+        Self { predicted_bytes, measured_bytes }
     }
 }
 

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
+    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
     launch_with,
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
-    StepNews, Text, WallTimes, activation_bytes, disk_table, memory_table, plot_losses, settings, step_table,
+    StepNews, Text, WallTimes, activations, disk_table, memory_table, num_cores, plot_losses, settings, step_table,
     time_table,
 };
 use peak_alloc::PeakAlloc;
@@ -43,6 +43,13 @@ struct Job {
     model: GptConfig,
     text: Text,
     checkpoints: Option<Checkpoints>,
+}
+
+impl Job {
+    /// What a rank holds beside its state.
+    fn activations(&self, config: &Config) -> Activations {
+        activations(&self.model, self.args.batch, config.compute_threads(num_cores()))
+    }
 }
 
 /// What a rank returns.
@@ -171,7 +178,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let row = RankRow {
         rank: rank.rank(),
         num_local_parameters: model.num_local_params(),
-        predicted: (&model.memory_estimate(OptimizerKind::Adam, Some(activation_bytes(sizes, args.batch)))).into(),
+        predicted: (&model.memory_estimate(OptimizerKind::Adam, Some(job.activations(rank.config())))).into(),
         measured: (&stats).into(),
         sent_bytes: traffic.sent_bytes,
         num_collectives: traffic.num_ops,
@@ -213,7 +220,12 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         tokens_per_step,
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
-        process: ProcessMemory::new(&ranks, Some(*peak_bytes)),
+        process: ProcessMemory::new(
+            &ranks,
+            job.activations(config),
+            job.text.num_bytes() as u64,
+            Some(*peak_bytes),
+        ),
         step: StepMeans::new(&ranks, losses.len()),
         ranks,
         wall: *wall,
@@ -230,7 +242,7 @@ fn print_plan(model: &ShardedModel<Gpt>, rank: &Rank, job: &Job) {
     for warning in model.plan().warnings() {
         println!("\nwarning: {warning}");
     }
-    let activations = activation_bytes(&job.model, job.args.batch);
+    let activations = job.activations(rank.config());
     println!("\nMemory of rank 0, predicted\n");
     for line in model.memory_estimate(OptimizerKind::Adam, Some(activations)).to_string().lines() {
         println!("  {line}");

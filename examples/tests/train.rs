@@ -108,6 +108,46 @@ fn replay(name: &str, offload: &str) {
     fs::remove_dir_all(&folder).unwrap();
 }
 
+/// Three sizes at every stage on one, two and four ranks: what the allocator counts over a run against what the report says
+/// before it. Ranks that wait for a processor hold less, so what happens to coincide differs from run to run: the nearest of
+/// three runs counts.
+#[test]
+fn a_run_holds_what_was_predicted_within_a_twentieth() {
+    let _turn = turn();
+    let folder = folder("memory");
+    let text = folder.join("text.txt");
+    fs::write(&text, "What is predicted is what is held. ".repeat(60)).unwrap();
+    let mut far = Vec::new();
+    for (layers, width) in [(2, 128), (4, 128), (3, 256)] {
+        for stage in 0..4 {
+            for ranks in [1, 2, 4] {
+                let sizes = [("layers", layers), ("width", width), ("stage", stage), ("ranks", ranks)];
+                let sizes = sizes.map(|(name, value)| format!("--{name}={value}"));
+                let run = || {
+                    let fixed = ["train", "--quiet", "--steps=2", "--sample=0", "--batch=4", "--sequence=64", "--data"];
+                    let plot = folder.join("a.svg");
+                    let files = [text.to_str().unwrap(), "--plot", plot.to_str().unwrap()];
+                    let all = fixed.into_iter().chain(files).chain(sizes.iter().map(String::as_str));
+                    let ProcessMemory { predicted_bytes, measured_bytes } =
+                        run(&Args::try_parse_from(all).unwrap()).unwrap().process;
+                    predicted_bytes as f64 / measured_bytes.unwrap() as f64 - 1.0
+                };
+                let mut nearest = run();
+                for _ in 0..2 {
+                    let again = if nearest.abs() > 0.05 { run() } else { break };
+                    nearest = if again.abs() < nearest.abs() { again } else { nearest };
+                }
+                println!("{}: {:+.1}%", sizes.join(" "), 100.0 * nearest);
+                if nearest.abs() > 0.05 {
+                    far.push(format!("{}: {:+.1}%", sizes.join(" "), 100.0 * nearest));
+                }
+            }
+        }
+    }
+    assert!(far.is_empty(), "{far:#?}");
+    fs::remove_dir_all(&folder).unwrap();
+}
+
 #[test]
 fn a_deepspeed_file_is_taken_as_it_is() {
     let _turn = turn();

@@ -88,7 +88,9 @@ pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, Disk, NamedLink, Network, Placement, TierRate};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
-pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
+pub use memory::{
+    Activations, ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks,
+};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
-    Accumulate, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
+    Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
     Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic,
     TierRate, UnitShape, UnitTraits,
 };
@@ -127,8 +127,8 @@ pub struct Job {
     pub num_tokens: u64,
     /// Units that are freed after use run their forward once more in backward.
     pub recompute: bool,
-    /// What forward keeps for backward, in bytes per rank, where it is known.
-    pub activation_bytes: Option<u64>,
+    /// Activations and temporaries of a rank, where they are known.
+    pub activations: Option<Activations>,
     /// Ranks that are threads of one process, and share what they hold alike.
     pub ranks_per_process: u64,
     /// What lies below the device's memory. Parameters do so at stage 3 only.
@@ -169,7 +169,7 @@ impl Job {
             optimizer: OptimizerKind::default(),
             num_tokens: 2048,
             recompute: false,
-            activation_bytes: None,
+            activations: None,
             ranks_per_process: 1,
             offload: config.offload.clone(),
             machine,
@@ -198,7 +198,7 @@ impl Job {
             ranks_per_process: self.ranks_per_process,
             prefetch: self.depth.max() as u64,
             prefetch_max_bytes: self.depth.max_bytes.map(|bytes| bytes as u64),
-            activation_bytes: self.activation_bytes,
+            activations: self.activations,
             tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
         };

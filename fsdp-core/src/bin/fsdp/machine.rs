@@ -117,7 +117,7 @@ impl MachineArgs {
             optimizer: model.optimizer,
             num_tokens: model.num_tokens,
             recompute: model.recompute,
-            activation_bytes: model.activation_bytes,
+            activations: model.activations,
             // Profiles are of ranks that are threads of one process.
             ranks_per_process: if self.profile.is_some() { config.world_size as u64 } else { 1 },
             ..Job::configured(model.shape, &config, machine)

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use fsdp_core::{ComputePrecision, Config, Dtype, MOST_ELEMENTS, ModelShape, OptimizerKind, Transformer};
+use fsdp_core::{Activations, ComputePrecision, Config, Dtype, MOST_ELEMENTS, ModelShape, OptimizerKind, Transformer};
 
 use crate::number::{MOST, MOST_UNITS, parse_count, up_to};
 use crate::size::parse_size;
@@ -76,7 +76,7 @@ pub(crate) struct Model {
     pub(crate) optimizer: OptimizerKind,
     pub(crate) num_tokens: u64,
     pub(crate) recompute: bool,
-    pub(crate) activation_bytes: Option<u64>,
+    pub(crate) activations: Option<Activations>,
     pub(crate) told: String,
     pub(crate) training: String,
 }
@@ -104,14 +104,14 @@ impl ModelArgs {
             Optimizer::SgdMomentum => (OptimizerKind::SgdMomentum, "SGD with momentum"),
             Optimizer::Sgd => (OptimizerKind::Sgd, "SGD"),
         };
-        let known = transformer.map(|transformer| transformer.activation_bytes(self.batch, precision));
+        let known = transformer.map(|transformer| transformer.activations(self.batch, precision));
         let recompute = if self.recompute { ", blocks recomputed" } else { "" };
         Ok(Model {
             shape,
             optimizer,
             num_tokens: (self.batch * self.sequence) as u64,
             recompute: self.recompute,
-            activation_bytes: self.activations.or(known),
+            activations: self.activations.map(Activations::from).or(known),
             told,
             training: format!(
                 "{precision_name}, {optimizer_name}, {} x {} tokens on each rank{recompute}",

@@ -141,10 +141,7 @@ pub fn activations(config: &GptConfig, batch: usize, num_threads: usize) -> Acti
     let GptConfig { layers, width, heads, sequence, vocabulary, recompute } = *config;
     let transformer = Transformer { layers, width, heads, sequence, vocabulary, recompute };
     let packing_bytes = num_threads as u64 * PACKING_BYTES;
-    let Activations { begin_bytes, last_bytes, transient_bytes } = transformer.activations(batch, ComputePrecision::F32);
-    Activations {
-        begin_bytes: begin_bytes + packing_bytes,
-        last_bytes: last_bytes + packing_bytes,
-        transient_bytes,
-    }
+    let Activations { begin_bytes, last_bytes, transient_bytes } =
+        transformer.activations(batch, ComputePrecision::F32);
+    Activations { begin_bytes: begin_bytes + packing_bytes, last_bytes: last_bytes + packing_bytes, transient_bytes }
 }

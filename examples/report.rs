@@ -192,6 +192,9 @@ impl From<&EngineStats> for Measured {
     }
 }
 
+/// What the process takes beside tensors and text: thread pools, the model's structure, the plan.
+const PROCESS_BYTES: u64 = 300_000;
+
 /// Processors that ranks can run on.
 pub fn num_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
@@ -214,12 +217,16 @@ impl StepMeans {
 }
 
 impl ProcessMemory {
-    /// From the predictions of all ranks, the size of the text, and what the allocator counted. Of ranks that have no core of
-    /// their own, those that wait for one do without what is held only for a moment.
+    /// From the predictions of all ranks, the size of the text, and what the allocator counted.
+    ///
+    /// What a rank holds only for a moment is not held by those that wait for a processor, and of those that run it happens to
+    /// coincide in some: one has it, of the others half.
     pub fn new(ranks: &[RankRow], activations: Activations, text_bytes: u64, measured_bytes: Option<u64>) -> Self {
         let peaks: u64 = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
-        let num_waiting = ranks.len().saturating_sub(num_cores()) as u64;
-        let predicted_bytes = (peaks + text_bytes).saturating_sub(num_waiting * activations.transient_bytes);
+        let num_running = ranks.len().min(num_cores());
+        let num_without = (ranks.len() - num_running) as f64 + 0.5 * num_running.saturating_sub(1) as f64;
+        let apart_bytes = (num_without * activations.transient_bytes as f64) as u64;
+        let predicted_bytes = (peaks + text_bytes + PROCESS_BYTES).saturating_sub(apart_bytes);
         Self { predicted_bytes, measured_bytes }
     }
 }

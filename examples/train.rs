@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
-    launch_with,
+    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace,
+    Translated, human_bytes, launch_with,
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
@@ -220,12 +220,7 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         tokens_per_step,
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
-        process: ProcessMemory::new(
-            &ranks,
-            job.activations(config),
-            job.text.num_bytes() as u64,
-            Some(*peak_bytes),
-        ),
+        process: ProcessMemory::new(&ranks, job.activations(config), job.text.num_bytes() as u64, Some(*peak_bytes)),
         step: StepMeans::new(&ranks, losses.len()),
         ranks,
         wall: *wall,

@@ -161,7 +161,8 @@ fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error
     let least = plain.after_forward + temporaries / rank.world_size() as u64;
     let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes.into())));
     let estimate = estimates[0];
-    let without_activations = model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or_default();
+    let without_activations =
+        model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or_default();
     let one_block = activations(&GptConfig { layers: 1, ..MODEL }, BATCH, 1).begin_bytes;
     let plan = model.plan();
     let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);

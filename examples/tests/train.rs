@@ -175,7 +175,11 @@ fn a_deepspeed_file_is_taken_as_it_is() {
     let more = ["--deepspeed", file.to_str().unwrap(), "--trace", trace.to_str().unwrap()];
     let offloaded = run(&args(&folder.join("a.svg"), &more)).unwrap();
     assert_eq!(offloaded.losses, report.losses);
-    assert!(offloaded.ranks.iter().all(|row| row.disk.is_some_and(|disk| disk.written_bytes > 0)), "{:?}", offloaded.ranks);
+    assert!(
+        offloaded.ranks.iter().all(|row| row.disk.is_some_and(|disk| disk.written_bytes > 0)),
+        "{:?}",
+        offloaded.ranks
+    );
     assert!(fs::read_to_string(&trace).unwrap().contains("\"read blocks.1\""));
 
     fs::write(&file, r#"{"zero_optimization": {"stage": 2, "overlap_com": true}}"#).unwrap();

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
+    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
 };
 
 use crate::buffers::{self, Buffer};

@@ -182,7 +182,11 @@ mod tests {
     fn job(len: usize, num_ranks: usize, bytes_per_s: f64) -> Job {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1.0 / bytes_per_s });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e13 };
-        Job::new(ModelShape::even(len, 8), num_ranks, Machine { network: network.into(), speed, tiers: TierRates::default() })
+        Job::new(
+            ModelShape::even(len, 8),
+            num_ranks,
+            Machine { network: network.into(), speed, tiers: TierRates::default() },
+        )
     }
 
     fn forecast(job: &Job, device_bytes: u64) -> Forecast {

@@ -65,9 +65,9 @@ mod shape;
 mod simulate;
 mod spec;
 mod stage;
+mod table;
 #[cfg(feature = "testing")]
 pub mod testing;
-mod table;
 mod tier;
 mod trace;
 mod transformer;
@@ -98,9 +98,9 @@ pub use profile::{MeasuredStep, Profile, ProfileError, ProfileOptions};
 pub use schedule::Schedule;
 pub use shape::{MOST_ELEMENTS, ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
-    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Moved, Program, Recorded, ReplayError, Scope,
-    Placed, Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, TierBytes, TierRates, TierTraffic,
-    TierWork, Tried, UnitWork, Uses, Variation, Workload, sensitivity, simulate, timeline,
+    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Moved, Placed, Program, Recorded,
+    ReplayError, Scope, Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, TierBytes, TierRates,
+    TierTraffic, TierWork, Tried, UnitWork, Uses, Variation, Workload, sensitivity, simulate, timeline,
 };
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};

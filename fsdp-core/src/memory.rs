@@ -243,7 +243,8 @@ impl MemoryModel {
             _ => self.largest_unit_len.saturating_mul(2).min(full_len),
         };
         // Of the unit that is reduced last, nothing is there when its backward begins; the one before it may be on its way.
-        let unit_gradient_len = (gradient_len as f64 * self.largest_unit_len.min(full_len) as f64 / full_len.max(1) as f64) as u64;
+        let unit_gradient_len =
+            (gradient_len as f64 * self.largest_unit_len.min(full_len) as f64 / full_len.max(1) as f64) as u64;
         let is_alone = shard_len == full_len && self.ranks_per_process <= 1;
         // A rank alone has nobody to wait for: half of the time it is gone already.
         let on_its_way_len = if is_alone { in_flight_len / 4 } else { in_flight_len / 2 };
@@ -480,8 +481,9 @@ mod tests {
     #[test]
     fn the_peak_is_where_backward_begins_or_where_it_ends() {
         let model = MemoryModel { num_shards: 2, largest_unit_len: 100, ..MemoryModel::new(1000) };
-        let peak =
-            |activations: u64| MemoryModel { activations: Some(activations.into()), ..model.clone() }.average().peak_bytes();
+        let peak = |activations: u64| {
+            MemoryModel { activations: Some(activations.into()), ..model.clone() }.average().peak_bytes()
+        };
         // Parameters 2000, optimizer 4000, gathered 400; at the end gradients 2000 and 800 in flight.
         assert_eq!(peak(0), Some(9200));
         assert_eq!(peak(2800), Some(9200));

@@ -316,7 +316,9 @@ pub enum ShapeError {
         shape: Vec<usize>,
     },
     /// More operations than can be counted.
-    #[error("{origin}: unit `{unit}` has {flops} operations for a token, more than can be counted; correct `flops_per_token`")]
+    #[error(
+        "{origin}: unit `{unit}` has {flops} operations for a token, more than can be counted; correct `flops_per_token`"
+    )]
     Operations {
         /// The file.
         origin: String,
@@ -410,7 +412,10 @@ mod tests {
             refusal(&shape(r#"{"path": "w", "shape": [3], "dim": 1}"#)),
             "gpt.json: `w` is cut along dimension 1, but its shape is [3]; dimensions count from 0"
         );
-        assert!(refusal(&shape(r#"{"path": "w", "shape": [9223372036854775807, 3]}"#)).contains("larger than the 9007199254740992 elements"));
+        assert!(
+            refusal(&shape(r#"{"path": "w", "shape": [9223372036854775807, 3]}"#))
+                .contains("larger than the 9007199254740992 elements")
+        );
         assert_eq!(
             refusal(r#"{"format": "fsdp-shape-1", "units": []}"#),
             "gpt.json: the model has no parameters; list at least one unit with a parameter"

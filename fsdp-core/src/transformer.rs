@@ -90,7 +90,7 @@ impl Transformer {
     pub fn activations(&self, batch: usize, precision: ComputePrecision) -> Activations {
         let Sizes { vectors, scores, logits, .. } = self.sizes(batch);
         let [mlp, attention] = [self.perceptron(batch), self.attention(batch)];
-        let layers = self.layers as u128;
+        let layers = (self.layers as u128).min(1 << 24);
         // Outputs of matrix products (`query`, `key`, `value`, the mixture, `project`, four times `up`, `down`), and scores.
         let outputs = 10 * vectors;
         let (in_forward, in_backward) = match self.recompute {
@@ -140,7 +140,7 @@ impl Transformer {
     fn attention(&self, batch: usize) -> Part {
         let Sizes { vectors, scores, .. } = self.sizes(batch);
         // Gradients of the perceptron's two matrices, and of `project`.
-        let gradients = 9 * (self.width as u128).pow(2);
+        let gradients = 9 * (self.width as u128).saturating_mul(self.width as u128).min(MOST);
         Part { elements: 6 * vectors + 5 * scores + gradients, twice: scores }
     }
 
@@ -148,13 +148,8 @@ impl Transformer {
         let [batch, width, heads, sequence, vocabulary] =
             [batch, self.width, self.heads, self.sequence, self.vocabulary].map(|size| size as u128);
         let tokens = batch.saturating_mul(sequence);
-        let most = 1 << 96; // so that a few hundred of them can be added
-        let product = |size: u128| tokens.saturating_mul(size).min(most);
-        Sizes {
-            vectors: product(width),
-            scores: product(heads.saturating_mul(sequence)),
-            logits: product(vocabulary),
-        }
+        let product = |size: u128| tokens.saturating_mul(size).min(MOST);
+        Sizes { vectors: product(width), scores: product(heads.saturating_mul(sequence)), logits: product(vocabulary) }
     }
 
     /// Elements of the gradient of a matrix before it is summed over the samples, as Burn computes it: one for each sample,
@@ -168,9 +163,12 @@ impl Transformer {
         };
         let merges = !rows.is_multiple_of(32) && is_squarer;
         let copies = if merges { 1 } else { batch };
-        (copies as u128).saturating_mul(from as u128).saturating_mul(to as u128).min(1 << 96)
+        (copies as u128).saturating_mul(from as u128).saturating_mul(to as u128).min(MOST)
     }
 }
+
+/// What a product of sizes is at most, so that sums of them for all blocks can still be counted.
+const MOST: u128 = 1 << 92;
 
 /// What the graph of a block takes, beside tensors: about so many bytes for some two hundred operations.
 const GRAPH_BYTES: u128 = 100_000;
@@ -254,10 +252,13 @@ mod tests {
         assert_eq!(of(model), (3 * (10 * v + s) + last, last, gradient));
         // With recomputation blocks keep their input.
         assert_eq!(of(Transformer { recompute: true, ..model }).0, 3 * v + last);
-        // With a large vocabulary, in the loss.
+        // With a large vocabulary, in the backward of the head, or where the width is small, in the loss.
         let words = Transformer { vocabulary: 8192, ..model };
-        let logits = 4 * 4 * 64 * 8192;
-        assert_eq!(of(words).0, 4 * (10 * v + 2 * s) + v + v / 4 + 3 * logits);
+        let (logits, head) = (4 * 4 * 64 * 8192, 4 * 4 * 128 * 8192);
+        assert_eq!(of(words).0, 4 * (10 * v + s) + v + v / 4 + 2 * v + logits + 2 * head);
+        let narrow = Transformer { width: 64, ..words };
+        let half = v / 2;
+        assert_eq!(of(narrow).0, 4 * (10 * half + 2 * s) + half + half / 4 + 3 * logits);
         // With long sequences, in attention.
         let long = Transformer { layers: 1, sequence: 1024, ..model };
         let (v, s) = (16 * v, 256 * s);

@@ -356,7 +356,10 @@ mod tests {
         assert_eq!(step, MeasuredStep { parameter_len: 100, num_tokens: 32, pass_s: 1.0, optimizer_s: 0.5 });
         fs::write(&file, report(2, 2.5)).unwrap();
         let error = MeasuredStep::read_report(&file).unwrap_err().to_string();
-        assert!(error.contains("it is of 2 ranks, and one alone is needed; write one with `train --ranks 1 "), "{error}");
+        assert!(
+            error.contains("it is of 2 ranks, and one alone is needed; write one with `train --ranks 1 "),
+            "{error}"
+        );
         fs::write(&file, report(1, 0.25)).unwrap();
         assert!(MeasuredStep::read_report(&file).unwrap_err().to_string().contains("make no sense"));
         fs::write(&file, "{}").unwrap();

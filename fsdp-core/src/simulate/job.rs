@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
-    Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
-    Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic,
-    TierRate, UnitShape, UnitTraits,
+    Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh,
+    ModelShape, Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage,
+    StepTraffic, TierRate, UnitShape, UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -89,7 +89,9 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks)),
+            Collectives::Measured(links) => {
+                links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks))
+            }
         }
     }
 

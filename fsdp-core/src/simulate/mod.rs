@@ -17,7 +17,7 @@ pub use program::{BackwardUse, Instruction, Program, StepRules, Uses};
 pub use ranks::Scope;
 pub use replay::{Recorded, ReplayError};
 pub use run::{SimOptions, SimReport, SimSpan, simulate};
-pub use tiers::{Moved, TierTraffic};
 pub use search::{Search, SearchLimits, Tried, Variation, sensitivity};
+pub use tiers::{Moved, TierTraffic};
 pub use timeline::timeline;
 pub use workload::{Move, Placed, TierWork, UnitWork, Workload};

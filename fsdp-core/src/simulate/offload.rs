@@ -67,7 +67,8 @@ impl Job {
         let element_bytes = self.precision.element_bytes();
         let state_bytes = 4 * self.optimizer.state_elements_per_parameter() + self.precision.master_bytes();
         let units = self.shape.units.iter().enumerate();
-        let params: Vec<_> = units.flat_map(|(unit, of)| of.parameters.iter().map(move |param| (unit, param))).collect();
+        let params: Vec<_> =
+            units.flat_map(|(unit, of)| of.parameters.iter().map(move |param| (unit, param))).collect();
         let layouts = self.shape.units.iter().flat_map(|unit| unit.layouts(self.num_shards()));
         // By parameter: elements that the rank steps, and whether they are a block.
         let stepped: Vec<(u64, bool)> = layouts

@@ -207,9 +207,8 @@ impl Recorded {
         for (unit, work) in workload.tier_work.iter_mut().enumerate() {
             let seconds_per_byte = |kind: SpanKind| {
                 let of_unit = spans.iter().filter(|span| span.kind == kind && index[&span.unit] == unit);
-                let (bytes, seconds) = of_unit.fold((0, 0.0), |(bytes, seconds), span| {
-                    (bytes + span.bytes, seconds + span.end_s - span.start_s)
-                });
+                let (bytes, seconds) = of_unit
+                    .fold((0, 0.0), |(bytes, seconds), span| (bytes + span.bytes, seconds + span.end_s - span.start_s));
                 seconds / bytes.max(1) as f64
             };
             let [read, write] = [SpanKind::Read, SpanKind::Write].map(seconds_per_byte);

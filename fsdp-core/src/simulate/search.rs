@@ -163,7 +163,11 @@ mod tests {
         let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte });
         let flops_per_s = 2.0 * len * 2048.0 / forward_s;
         let speed = Speed::Rate { flops_per_s, memory_bytes_per_s: f64::INFINITY };
-        Job::new(ModelShape::even(8 * len as usize, 8), 4, Machine { network: network.into(), speed, tiers: TierRates::default() })
+        Job::new(
+            ModelShape::even(8 * len as usize, 8),
+            4,
+            Machine { network: network.into(), speed, tiers: TierRates::default() },
+        )
     }
 
     #[test]

@@ -135,8 +135,7 @@ impl Run<'_> {
 
     /// The norm looks at every gradient, wherever it lies.
     pub(super) fn look_at_gradients(&mut self) {
-        let away: Vec<UnitIndex> =
-            (0..self.units.len()).filter(|&unit| self.units[unit].has_gradients_away).collect();
+        let away: Vec<UnitIndex> = (0..self.units.len()).filter(|&unit| self.units[unit].has_gradients_away).collect();
         for (index, &unit) in away.iter().enumerate() {
             away[index..].iter().take(2).for_each(|&next| self.fetch_gradients(next));
             self.units[unit].reading_gradients = false;

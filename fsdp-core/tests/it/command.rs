@@ -254,7 +254,9 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     assert!(measured.contains("measured 2 ranks") && measured.contains("50.00 ms a micro-batch"), "{measured}");
     assert!(measured.contains("the size of a device is not given"), "{measured}");
     let offload = ["--offload", "optimizer=nvme", "--pass-s", "0.05", "--optimizer-s", "0.002"];
-    assert!(refused(&[&plan[..], &offload].concat()).starts_with("the profile has no disk, and something is offloaded"));
+    assert!(
+        refused(&[&plan[..], &offload].concat()).starts_with("the profile has no disk, and something is offloaded")
+    );
 
     // With the disk and the step of one rank in it, nothing else is needed.
     let report = dir.path().join("run.json");
@@ -268,13 +270,18 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     let more = ["--nvme-path", disk, "--report", report];
     let bench = ["bench", "--ranks", "2", "--max-size", "256KiB", "--repetitions", "2", "--out", profile];
     let text = printed(&[&bench[..], &more].concat());
-    assert!(text.contains("disk, used by all ranks at once: ") && text.contains("step of one rank: 400.00 ms"), "{text}");
+    assert!(
+        text.contains("disk, used by all ranks at once: ") && text.contains("step of one rank: 400.00 ms"),
+        "{text}"
+    );
     let text = printed(&[&plan[..], &["--offload", "optimizer=nvme"]].concat());
     assert!(text.contains("\none rank   200.00 ms a micro-batch of 64 tokens and 100.00 ms a step, "), "{text}");
     assert!(text.contains("\noffload    optimizer on disk\n") && text.contains("for each rank, as measured"), "{text}");
     let other = refused(&["plan", "--params", "1e6", "--gpus", "2", "--profile", profile]);
     assert!(
-        other.starts_with("the step in the profile is of a model with 6,537,088 parameters, and this one has 1,000,000; "),
+        other.starts_with(
+            "the step in the profile is of a model with 6,537,088 parameters, and this one has 1,000,000; "
+        ),
         "{other}"
     );
 }
@@ -285,7 +292,10 @@ fn offload_is_part_of_the_plan_memory_traffic_and_time() {
     let offload = [&base[..], &["--offload", "optimizer=nvme,gradients=cpu"]].concat();
     let text = printed(&offload);
     assert!(text.contains("\noffload    optimizer on disk, gradients in host memory\n"), "{text}");
-    assert!(text.contains("host       63.0 GB/s each way: pcie5 (") && text.contains(", shared by 8 ranks: pm9a3 ("), "{text}");
+    assert!(
+        text.contains("host       63.0 GB/s each way: pcie5 (") && text.contains(", shared by 8 ranks: pm9a3 ("),
+        "{text}"
+    );
     // 12 bytes of each of 70e9 / 8 parameters on disk, 2 in host memory with the buffers for what moves.
     assert_eq!(column(&text, "stage", "disk")[3], "97.8");
     assert_eq!(column(&text, "stage", "host")[3], "16.3");
@@ -439,7 +449,17 @@ fn what_the_book_shows_of_the_command_is_what_it_prints() {
     );
     assert_shown(
         "fsdp-plan-offload.txt",
-        &["plan", "--params", "70e9", "--gpus", "8", "--precision", "bf16", "--offload", "optimizer=nvme,gradients=cpu"],
+        &[
+            "plan",
+            "--params",
+            "70e9",
+            "--gpus",
+            "8",
+            "--precision",
+            "bf16",
+            "--offload",
+            "optimizer=nvme,gradients=cpu",
+        ],
     );
     assert_shown(
         "fsdp-simulate.txt",

@@ -30,7 +30,14 @@ fn any_size() -> impl Strategy<Value = String> {
 
 const WHOLE: &[&str] = &["gpus", "replicate", "gpus-per-node", "vocabulary", "sequence", "batch", "nvme-disks"];
 const REAL: &[&str] = &[
-    "alpha-us", "bandwidth", "node-alpha-us", "node-bandwidth", "mfu", "flops", "nvme-read", "nvme-write",
+    "alpha-us",
+    "bandwidth",
+    "node-alpha-us",
+    "node-bandwidth",
+    "mfu",
+    "flops",
+    "nvme-read",
+    "nvme-write",
     "host-bandwidth",
 ];
 const SIZES: &[&str] = &["device-memory", "activations"];
@@ -100,11 +107,20 @@ fn what_is_too_large_names_the_option_the_value_and_what_is_allowed() {
         stderr
     };
     let text = refused(&["plan", "--params", "1e9", "--gpus", "2000000"]);
-    assert!(text.contains("'2000000' for '--gpus <N>': `2000000` must be a whole number from 1 to 1,048,576"), "{text}");
+    assert!(
+        text.contains("'2000000' for '--gpus <N>': `2000000` must be a whole number from 1 to 1,048,576"),
+        "{text}"
+    );
     let text = refused(&["plan", "--layers", "4096", "--width", "1073741824", "--gpus", "8"]);
-    assert!(text.contains("--layers 4096, --width 1073741824, ") && text.contains("at most 9.0e15 are counted"), "{text}");
+    assert!(
+        text.contains("--layers 4096, --width 1073741824, ") && text.contains("at most 9.0e15 are counted"),
+        "{text}"
+    );
     let text = refused(&["simulate", "--params", "1e9", "--gpus", "1000000", "--jitter", "0.1", "--steps", "1000000"]);
-    assert!(text.contains("1,000,000 steps move the clocks of 1,000,000 ranks") && text.contains("fewer --steps"), "{text}");
+    assert!(
+        text.contains("1,000,000 steps move the clocks of 1,000,000 ranks") && text.contains("fewer --steps"),
+        "{text}"
+    );
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("run.toml");
     std::fs::write(&file, "world_size = 2\n[training]\ngradient_accumulation = 1_000_000_000\n").unwrap();

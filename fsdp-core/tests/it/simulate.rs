@@ -6,8 +6,7 @@ use fsdp_core::Action::{self, Free, Gather, Reduce, Step, WaitGather, WaitReduce
 use fsdp_core::{
     Accumulate, Axis, Instruction, Job, Link, Machine, Mesh, ModelShape, NamedLink, Network, OffloadConfig,
     PrefetchDepth, Program, Recorded, Schedule, SimOptions, Speed, Stage, StepRules, TierRate, TierRates, TierShares,
-    TraceStream, Transformer, UnitTiers, UnitTraits, Uses,
-    simulate, timeline,
+    TraceStream, Transformer, UnitTiers, UnitTraits, Uses, simulate, timeline,
 };
 use proptest::prelude::*;
 
@@ -325,7 +324,10 @@ fn a_step_moves_what_lies_in_tiers_and_no_byte_more() {
 #[test]
 fn a_fast_disk_is_hidden_and_a_slow_one_is_waited_for() {
     let report = |bytes_per_s: f64| {
-        simulate(&offloaded(bytes_per_s).workload(Stage::Parameters), &SimOptions { num_steps: 3, ..SimOptions::default() })
+        simulate(
+            &offloaded(bytes_per_s).workload(Stage::Parameters),
+            &SimOptions { num_steps: 3, ..SimOptions::default() },
+        )
     };
     let (fast, slow) = (report(1e12), report(1e8));
     assert!(fast.tier_wait_s < 0.02 * fast.step_s, "{fast:?}");

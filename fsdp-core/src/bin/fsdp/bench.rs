@@ -8,8 +8,8 @@ use clap::Args;
 use fsdp_core::{MeasuredStep, Profile, ProfileOptions, Table, TierRate, human_bytes};
 
 use crate::number::up_to;
-use crate::size::parse_size;
 use crate::rate::{rate, seconds};
+use crate::size::parse_size;
 
 /// Measure latency and bandwidth of the collectives on this machine, of its memory and of a disk
 ///

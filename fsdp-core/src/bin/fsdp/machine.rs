@@ -5,15 +5,15 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fsdp_core::{
-    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, Mesh, MeasuredStep, NamedLink,
-    Network, Profile, Speed, Stage, grouped,
+    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, MeasuredStep, Mesh, NamedLink, Network, Profile,
+    Speed, Stage, grouped,
 };
 
 use crate::model::{Model, ModelArgs};
 use crate::number::{MOST, MOST_RANKS, between, up_to};
+use crate::rate::{rate, seconds};
 use crate::size::parse_size;
 use crate::tiers::TierArgs;
-use crate::rate::{rate, seconds};
 
 #[derive(Args)]
 #[command(next_help_heading = "Ranks and machine")]
@@ -230,9 +230,11 @@ impl MachineArgs {
             (Some(flops), _) => flops,
             (None, Some(device)) => self.mfu * peak(device),
             (None, None) => {
-                return Err("with --profile, the speed of a rank is not known; measure it with `fsdp bench --report`, or add \
+                return Err(
+                    "with --profile, the speed of a rank is not known; measure it with `fsdp bench --report`, or add \
                             --pass-s with --optimizer-s, or --flops, or --device"
-                    .into());
+                        .into(),
+                );
             }
         };
         let memory_bytes_per_s = match (profile, device) {

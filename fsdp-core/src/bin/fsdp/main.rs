@@ -12,11 +12,11 @@ mod model;
 mod number;
 mod page;
 mod plan;
+mod rate;
 mod shell;
 mod simulate;
 mod size;
 mod tiers;
-mod rate;
 mod words;
 
 use std::process::ExitCode;

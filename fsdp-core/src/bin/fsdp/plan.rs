@@ -6,9 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fsdp_core::{
-    ComputePrecision, Forecast, Moved, SimReport, StageForecast, Table, TierBytes, grouped, human_bytes,
-};
+use fsdp_core::{ComputePrecision, Forecast, Moved, SimReport, StageForecast, Table, TierBytes, grouped, human_bytes};
 use serde_json::json;
 
 use crate::machine::{MachineArgs, Setting};

@@ -82,7 +82,9 @@ fn parse_straggler(text: &str) -> Result<(usize, f64), String> {
     let parts = text.split_once(':').and_then(|(rank, factor)| Some((rank.parse().ok()?, factor.parse().ok()?)));
     let good = parts.filter(|(_, factor): &(usize, f64)| (1e-6..=1e6).contains(factor));
     good.ok_or_else(|| {
-        format!("`{text}` is no straggler; write rank and factor, such as 3:1.5, with a factor from 0.000001 to 1000000")
+        format!(
+            "`{text}` is no straggler; write rank and factor, such as 3:1.5, with a factor from 0.000001 to 1000000"
+        )
     })
 }
 

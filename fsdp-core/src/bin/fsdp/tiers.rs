@@ -102,11 +102,8 @@ impl TierArgs {
         num_users: u64,
     ) -> Result<(TierRates, Told), Box<dyn Error>> {
         let offload = &config.offload;
-        let parts = [
-            ("optimizer", offload.optimizer),
-            ("gradients", offload.gradients),
-            ("parameters", offload.parameters),
-        ];
+        let parts =
+            [("optimizer", offload.optimizer), ("gradients", offload.gradients), ("parameters", offload.parameters)];
         let mut told = Told::new();
         let places = parts.iter().filter(|(_, shares)| *shares != TierShares::DEVICE);
         let places: Vec<_> = places.map(|(part, shares)| format!("{part} {}", told_place(*shares))).collect();

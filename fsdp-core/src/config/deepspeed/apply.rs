@@ -47,7 +47,12 @@ pub(super) fn text<'a>(translator: &Translator, key: &str, value: &'a Value) -> 
     }
 }
 
-pub(super) fn unknown_name(translator: &Translator, key: &str, got: &str, allowed: &'static [&'static str]) -> ConfigError {
+pub(super) fn unknown_name(
+    translator: &Translator,
+    key: &str,
+    got: &str,
+    allowed: &'static [&'static str],
+) -> ConfigError {
     let nearest = crate::config::nearest::nearest(got, allowed.iter().copied());
     ConfigError::UnknownName { at: translator.at(), key: key.to_owned(), got: got.to_owned(), nearest, allowed }
 }
@@ -246,10 +251,16 @@ impl Translator<'_> {
             }
             (_, micro, steps) => (micro, steps.unwrap_or(1)),
         };
-        if self.out.config.precision.parameters != Dtype::F16 {
+        let precision = &self.out.config.precision;
+        let why = match (precision.parameters, precision.loss_scale) {
+            (Dtype::F16, Some(LossScale::Fixed(_))) => Some("the scale is fixed"),
+            (Dtype::F16, _) => None,
+            _ => Some("fp16 is not switched on"),
+        };
+        if let Some(why) = why {
             let is_scale = |item: &&mut TranslatedItem| item.key.starts_with("fp16.") && item.fate == Fate::Missing;
             for item in self.out.items.iter_mut().filter(is_scale) {
-                (item.fate, item.told) = (Fate::NotNeeded, "fp16 is not switched on".to_owned());
+                (item.fate, item.told) = (Fate::NotNeeded, why.to_owned());
             }
         }
         let is_open = num_ranks.is_none() && whole.is_some() && (micro.is_none() || self.batch.accumulation.is_none());

@@ -167,7 +167,9 @@ impl Translator<'_> {
             (Some(path), Some(given)) if *path == own(given) => {
                 (Fate::Set, format!("offload.nvme_path = {path:?}, a directory of the run's own"))
             }
-            (Some(path), Some(_)) => (Fate::Missing, format!("all lies in one directory, offload.nvme_path = {path:?}")),
+            (Some(path), Some(_)) => {
+                (Fate::Missing, format!("all lies in one directory, offload.nvme_path = {path:?}"))
+            }
             _ => (Fate::NotNeeded, "nothing lies on NVMe".to_owned()),
         };
         let told_share = |section: &Section, shares: TierShares| {
@@ -180,10 +182,16 @@ impl Translator<'_> {
         let optimizer_keys = ["optimizer", "gradients"];
         let told = [
             ("cpu_offload", told_section(&optimizer, optimizer_shares, &optimizer_keys, "a stage from 1 on")),
-            ("offload_optimizer.device", told_section(&optimizer, optimizer_shares, &optimizer_keys, "a stage from 1 on")),
+            (
+                "offload_optimizer.device",
+                told_section(&optimizer, optimizer_shares, &optimizer_keys, "a stage from 1 on"),
+            ),
             ("offload_optimizer.ratio", told_share(&optimizer, optimizer_shares)),
             ("offload_optimizer.nvme_path", told_path(&optimizer)),
-            ("cpu_offload_params", told_section(&parameters, self.out.config.offload.parameters, &["parameters"], "stage 3")),
+            (
+                "cpu_offload_params",
+                told_section(&parameters, self.out.config.offload.parameters, &["parameters"], "stage 3"),
+            ),
             (
                 "offload_param.device",
                 told_section(&parameters, self.out.config.offload.parameters, &["parameters"], "stage 3"),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fsdp_burn::{Link, Stage, Transformer};
-use fsdp_core::{Job, Machine, Network, Recorded, SimOptions, Speed, TierRates, TraceStream, simulate};
+use fsdp_core::{Job, Machine, MeasuredStep, Network, Recorded, SimOptions, Speed, TierRates, TraceStream, simulate};
 
 use super::*;
 
@@ -66,23 +66,27 @@ fn config(name: &str) -> String {
 
 #[test]
 fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
-    replay("replay", "");
+    replay("replay", &Stage::ALL, "");
 }
 
 #[test]
 fn the_simulator_repeats_the_order_of_a_step_that_reads_and_writes_a_disk() {
     let path = folder("replay-disk").join("disk");
     let path = path.display();
-    replay("replay-all", &format!("[offload]\noptimizer = \"nvme\"\ngradients = \"nvme\"\nnvme_path = \"{path}\"\n"));
-    replay("replay-half", &format!("[offload]\noptimizer = {{ nvme = 0.5 }}\nnvme_path = \"{path}\"\n"));
+    // Without a norm, which reads gradients parameter by parameter, as the model has them.
+    let no_norm = "[training]\nnon_finite = \"propagate\"\n";
+    let all = format!("{no_norm}[offload]\noptimizer = \"nvme\"\ngradients = \"nvme\"\nnvme_path = \"{path}\"\n");
+    replay("replay-all", &Stage::ALL, &all);
+    replay("replay-blocks", &[Stage::Parameters], &format!("{all}parameters = \"nvme\"\n"));
+    replay("replay-half", &Stage::ALL, &format!("[offload]\noptimizer = {{ nvme = 0.5 }}\nnvme_path = \"{path}\"\n"));
     fs::remove_dir_all(folder("replay-disk")).unwrap();
 }
 
-/// Trains at every stage with these settings, and compares the order of a recorded step with the simulator's.
-fn replay(name: &str, offload: &str) {
+/// Trains at these stages with these settings, and compares the order of a recorded step with the simulator's.
+fn replay(name: &str, stages: &[Stage], offload: &str) {
     let _turn = turn();
     let folder = folder(name);
-    for stage in Stage::ALL {
+    for &stage in stages {
         let trace = folder.join("trace.json");
         let file = folder.join("run.toml");
         fs::write(&file, format!("stage = {}\nworld_size = 4\n{offload}", stage.number())).unwrap();
@@ -288,6 +292,21 @@ fn gradient_accumulation_is_one_larger_batch() {
     let report = run(&args(&folder.join("a.svg"), &["--config", file.to_str().unwrap()])).unwrap();
     assert_eq!((report.tokens_per_step, report.losses.len()), (4 * 2 * (2 * 16), 30));
     assert!(report.losses[29] < 0.8 * report.losses[0], "{:?}", report.losses);
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn the_report_of_a_rank_alone_is_a_step_for_a_profile() {
+    let _turn = turn();
+    let folder = folder("profile");
+    let (file, json) = (folder.join("run.toml"), folder.join("run.json"));
+    fs::write(&file, "[training]\ngradient_accumulation = 2\n").unwrap();
+    let more = ["--config", file.to_str().unwrap(), "--ranks=1", "--report", json.to_str().unwrap()];
+    let report = run(&args(&folder.join("a.svg"), &more)).unwrap();
+    let step = MeasuredStep::read_report(&json).unwrap();
+    assert_eq!((step.parameter_len, step.num_tokens), (report.num_parameters as u64, 2 * 16));
+    let computing_s = 2.0 * step.pass_s + step.optimizer_s;
+    assert!((computing_s - report.step.computing_s).abs() < 1e-9, "{step:?}, {:?}", report.step);
     fs::remove_dir_all(folder).unwrap();
 }
 

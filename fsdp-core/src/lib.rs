@@ -57,6 +57,7 @@ mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+mod parts;
 mod plan;
 mod policy;
 mod profile;

@@ -132,7 +132,7 @@ impl Transformer {
     /// more, gradients of its input and output, and the matrix's own gradient.
     fn perceptron(&self, batch: usize) -> Part {
         let Sizes { vectors, scores, .. } = self.sizes(batch);
-        let gradient = self.gradient_len(batch, 4 * self.width, self.width);
+        let gradient = self.gradient_len(batch, self.width.saturating_mul(4), self.width);
         Part { elements: 19 * vectors + scores + 2 * gradient, twice: gradient }
     }
 

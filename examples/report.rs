@@ -137,6 +137,9 @@ pub struct ProcessMemory {
     pub predicted_bytes: u64,
     /// What the allocator counted during training, the text included; `None` where it does not count.
     pub measured_bytes: Option<u64>,
+    /// The largest resident set of the process up to the end of training, as the system counts it: with the program itself,
+    /// and what the allocator keeps. `None` where the system does not tell.
+    pub resident_bytes: Option<u64>,
 }
 
 /// An optimizer step: seconds, means over ranks and steps.
@@ -217,17 +220,23 @@ impl StepMeans {
 }
 
 impl ProcessMemory {
-    /// From the predictions of all ranks, the size of the text, and what the allocator counted.
+    /// From the predictions of all ranks, the size of the text, and what the allocator and the system counted.
     ///
     /// What a rank holds only for a moment is not held by those that wait for a processor, and of those that run it happens to
     /// coincide in some: one has it, of the others half.
-    pub fn new(ranks: &[RankRow], activations: Activations, text_bytes: u64, measured_bytes: Option<u64>) -> Self {
+    pub fn new(
+        ranks: &[RankRow],
+        activations: Activations,
+        text_bytes: u64,
+        measured_bytes: Option<u64>,
+        resident_bytes: Option<u64>,
+    ) -> Self {
         let peaks: u64 = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
         let num_running = ranks.len().min(num_cores());
         let num_without = (ranks.len() - num_running) as f64 + 0.5 * num_running.saturating_sub(1) as f64;
         let apart_bytes = (num_without * activations.transient_bytes as f64) as u64;
         let predicted_bytes = (peaks + text_bytes + PROCESS_BYTES).saturating_sub(apart_bytes);
-        Self { predicted_bytes, measured_bytes }
+        Self { predicted_bytes, measured_bytes, resident_bytes }
     }
 }
 

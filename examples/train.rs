@@ -1,4 +1,5 @@
-//! Trains a byte-level GPT on four ranks, each a thread of this process, and shows what that took.
+//! Trains a byte-level GPT on four ranks, each a thread of this process, and shows what that took. Started by `mpirun`,
+//! `torchrun` or `srun`, each process is a rank.
 //!
 //!     cargo run --release --example train
 //!     cargo run --release --example train -- --config examples/configs/zero1.toml --data my.txt --report run.json
@@ -18,8 +19,8 @@ use fsdp_burn::{
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
-    StepNews, Text, WallTimes, activations, disk_table, memory_table, num_cores, plot_losses, settings, step_table,
-    time_table,
+    StepNews, Text, WallTimes, activations, disk_table, give_memory_back_if_scarce, limit_memory, memory_table,
+    num_cores, plot_losses, resident_peak, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -28,7 +29,9 @@ use peak_alloc::PeakAlloc;
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    let args = Args::parse();
+    give_memory_back_if_scarce(&args);
+    match run(&args) {
         Ok(_) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("error: {failure}");
@@ -57,18 +60,28 @@ struct Outcome {
     losses: Vec<f64>,
     num_parameters: usize,
     row: RankRow,
+    /// Of all ranks.
+    rows: Vec<RankRow>,
     wall: WallTimes,
     peak_bytes: u64,
+    resident_bytes: Option<u64>,
     sample: Vec<u8>,
 }
 
 /// One run: all ranks, then pictures and tables of it.
 fn run(args: &Args) -> Result<Report, Failure> {
-    let (args, deepspeed) = &args.with_deepspeed()?;
+    let (mut args, deepspeed) = args.with_deepspeed()?;
     let config = args.resolve_config()?;
+    let started = config.started().map_err(Error::from)?;
+    args.quiet |= !started.is_main();
+    let args = &args;
     let model = args.model()?;
     let text = Text::load(args.data.as_deref(), args.sequence)?;
+    if let Some(bytes) = args.memory_limit {
+        limit_memory(bytes)?;
+    }
     if !args.quiet {
+        println!("{started}\n");
         println!("{}, {} ranks\n\n{}", config.stage, config.world_size, settings(&config));
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
         // What a DeepSpeed file asks for in vain is said.
@@ -84,6 +97,9 @@ fn run(args: &Args) -> Result<Report, Failure> {
         launch_with(&config, options, move |rank| train(&rank, &job))?
     };
     let report = report(&config, &job, &outcomes);
+    if !started.is_main() {
+        return Ok(report);
+    }
     let plot = args.plot_path();
     plot_losses(&report.losses, &format!("{} on {} ranks", config.stage, config.world_size), &plot)?;
     if let Some(file) = &args.report {
@@ -108,6 +124,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         device.seed(args.seed);
     }
     let mut model = rank.shard(sizes.init(&device))?;
+    check_memory(rank, &model, job)?;
     let mut optimizer = rank.optimizer(FusedAdamW::new(&AdamWConfig::new().with_weight_decay(0.01))?)?;
     if rank.is_main() {
         if !args.quiet {
@@ -170,7 +187,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     progress.finish();
     model.synchronize()?;
     rank.barrier()?;
-    let peak_bytes = ALLOCATOR.peak_usage() as u64;
+    let (peak_bytes, resident_bytes) = (ALLOCATOR.peak_usage() as u64, resident_peak());
     let stats = model.stats();
     let exposed_s = stood_still_s(&stats);
     let waiting_s = exposed_s + waited_for_losses.as_secs_f64();
@@ -191,11 +208,31 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         disk: rank.tier_stats().map(|tier| DiskRow::new(&tier, stats.tier_wait.as_secs_f64())),
     };
 
+    let rows = rank.all_gather_bytes(&serde_json::to_vec(&row).map_err(Error::program)?)?;
+    let rows = rows.iter().map(|row| serde_json::from_slice(row).map_err(Error::program)).collect::<Result<_, _>>()?;
+
     let started = Instant::now();
     let sampler = Sampler { num_bytes: args.sample, temperature: args.temperature, seed: args.seed };
     let sample = sampler.continue_text(&model.valid(), text.prompt(args.seed), args.sequence, &device.inner());
     let wall = WallTimes { setup_s, training_s, sampling_s: started.elapsed().as_secs_f64() };
-    Ok(Outcome { losses, num_parameters: model.num_params(), row, wall, peak_bytes, sample })
+    Ok(Outcome { losses, num_parameters: model.num_params(), row, rows, wall, peak_bytes, resident_bytes, sample })
+}
+
+/// Refuses a run that will not fit, before it has taken the memory that it may have.
+fn check_memory(rank: &Rank, model: &ShardedModel<Gpt>, job: &Job) -> Result<(), Error> {
+    let Some(limit) = job.args.memory_limit else { return Ok(()) };
+    let activations = job.activations(rank.config());
+    let own = model.memory_estimate(OptimizerKind::Adam, Some(activations)).peak_bytes().unwrap_or_default();
+    let predicted = rank.sum(own as f64)? as u64;
+    if predicted <= limit {
+        return Ok(());
+    }
+    Err(Error::program(format!(
+        "the ranks of this process are predicted to hold {} together, and --memory-limit is {}; place state on a disk \
+         with [offload], use --recompute, or make the model or the batch smaller",
+        human_bytes(predicted),
+        human_bytes(limit)
+    )))
 }
 
 /// Seconds in which the model stood still for its parameters, gradients or optimizer state.
@@ -208,9 +245,9 @@ fn tokens_per_step(config: &Config, args: &Args) -> usize {
 }
 
 fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
-    let Outcome { losses, num_parameters, wall, peak_bytes, sample, .. } = &outcomes[0];
+    let Outcome { losses, num_parameters, rows: ranks, wall, peak_bytes, resident_bytes, sample, .. } = &outcomes[0];
     let tokens_per_step = tokens_per_step(config, &job.args);
-    let ranks: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
+    let of_process: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
     Report {
         config: Report::config_value(config),
         model: job.model.clone(),
@@ -220,9 +257,15 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         tokens_per_step,
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
-        process: ProcessMemory::new(&ranks, job.activations(config), job.text.num_bytes() as u64, Some(*peak_bytes)),
-        step: StepMeans::new(&ranks, losses.len()),
-        ranks,
+        process: ProcessMemory::new(
+            &of_process,
+            job.activations(config),
+            job.text.num_bytes() as u64,
+            Some(*peak_bytes),
+            *resident_bytes,
+        ),
+        step: StepMeans::new(ranks, losses.len()),
+        ranks: ranks.clone(),
         wall: *wall,
         sample: String::from_utf8_lossy(sample).into_owned(),
     }
@@ -253,6 +296,10 @@ fn print_results(report: &Report, args: &Args) {
     let measured = process.measured_bytes.map_or("not counted".to_owned(), human_bytes);
     println!("  Predicted is a rank's part of what all ranks share; measured is all it holds, shared or not.");
     println!("  Peak of the process: predicted {}, measured {measured}", human_bytes(process.predicted_bytes));
+    if let Some(resident) = process.resident_bytes {
+        let limit = args.memory_limit.map_or(String::new(), |limit| format!("; the limit is {}", human_bytes(limit)));
+        println!("  Resident, with the program and all that the allocator keeps: {}{limit}", human_bytes(resident));
+    }
     println!("\nCommunication by rank\n\n{}", time_table(ranks));
     if let Some(disks) = disk_table(ranks) {
         println!("Disks by rank, over the whole run; waiting is for them alone\n\n{disks}");

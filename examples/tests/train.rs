@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fsdp_burn::{Link, Stage, Transformer};
-use fsdp_core::{Job, Machine, MeasuredStep, Network, Recorded, SimOptions, Speed, TierRates, TraceStream, simulate};
+use fsdp_core::{Job, Machine, MeasuredStep, Network, Recorded, SimOptions, Speed, TraceStream, simulate};
 
 use super::*;
 
@@ -96,7 +96,7 @@ fn replay(name: &str, stages: &[Stage], offload: &str) {
         let recorded = Recorded::read(&trace).unwrap();
         let link = Link { alpha_s: 0.0, beta_s_per_byte: 0.0 };
         let speed = Speed::Rate { flops_per_s: 1e9, memory_bytes_per_s: 1e9 };
-        let machine = Machine { network: Network::one_node(link).into(), speed, tiers: TierRates::default() };
+        let machine = Machine { network: Network::one_node(link).into(), speed };
         // The sizes of `TINY`.
         let model = Transformer { layers: 2, width: 16, heads: 2, sequence: 16, vocabulary: 260, recompute: false };
         let job = Job::configured(model.shape(), &config, machine);
@@ -192,6 +192,71 @@ fn a_deepspeed_file_is_taken_as_it_is() {
         refused.ends_with("unknown key `zero_optimization.overlap_com`; did you mean `overlap_comm`?"),
         "{refused}"
     );
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// A model whose states are larger than the limit, and what it takes to train it all the same.
+const LIMIT: &str = "184MiB";
+const LARGE: [&str; 12] = [
+    "--memory-limit",
+    LIMIT,
+    "--layers=16",
+    "--width=256",
+    "--heads=4",
+    "--sequence=16",
+    "--batch=1",
+    "--vocabulary=260",
+    "--steps=2",
+    "--ranks=2",
+    "--sample=0",
+    "--config",
+];
+
+/// The part of the test that runs in a process of its own, since the limit is one of the process.
+#[test]
+fn child_trains_within_a_limit() {
+    let Some(folder) = std::env::var_os("FSDP_TEST_MEMORY_LIMIT") else { return };
+    let folder = PathBuf::from(folder);
+    let config = folder.join("config.toml");
+    let more: Vec<_> = LARGE.into_iter().chain([config.to_str().unwrap()]).collect();
+    let plot = folder.join("loss.svg");
+    let data = ["train", "--quiet", "--data", TINY[15], "--plot", plot.to_str().unwrap()];
+    let args = Args::try_parse_from(data.into_iter().chain(more)).unwrap();
+    match run(&args) {
+        Ok(report) => {
+            let states = 16 * report.num_parameters as u64;
+            println!("trained: {states} bytes of states, {:?}", report.process);
+            assert!(states > args.memory_limit.unwrap(), "{states} bytes of states fit");
+        }
+        Err(failure) => println!("refused: {failure}"),
+    }
+    // The limit is one: so much cannot be had.
+    assert!(Vec::<u8>::new().try_reserve_exact(args.memory_limit.unwrap() as usize).is_err());
+}
+
+#[test]
+fn a_model_larger_than_the_limit_of_the_process_is_refused_in_memory_and_trains_on_a_disk() {
+    let folder = folder("limit");
+    let train = |config: &str| {
+        fs::write(folder.join("config.toml"), config).unwrap();
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "tests::child_trains_within_a_limit", "--nocapture"]);
+        // What `main` does by starting the program again.
+        let output = child.env("FSDP_TEST_MEMORY_LIMIT", &folder).env("MALLOC_MMAP_THRESHOLD_", "131072").output();
+        let output = output.unwrap();
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        assert!(text.contains("1 passed"), "{text}");
+        text
+    };
+    let refused = train("stage = 3");
+    assert!(refused.contains("refused: rank ") && refused.contains("--memory-limit is 184.0 MiB"), "{refused}");
+    assert!(refused.contains("[offload]"), "{refused}");
+    let nvme = folder.join("nvme");
+    let places = "optimizer = \"nvme\"\ngradients = \"nvme\"\nparameters = \"nvme\"\nnvme_buffer_bytes = 4_194_304";
+    let trained = train(&format!("stage = 3\n[offload]\n{places}\nnvme_path = {:?}", nvme.to_str().unwrap()));
+    assert!(trained.contains("trained: "), "{trained}");
+    assert!(!nvme.exists());
+    println!("{trained}");
     fs::remove_dir_all(&folder).unwrap();
 }
 

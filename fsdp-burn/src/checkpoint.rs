@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::optim::OptimizerRecord;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn_pack::{Reader, Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
@@ -54,7 +54,7 @@ impl<M: Module> ShardedModel<M> {
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
-    /// Memory: two copies of this rank's optimizer state, and one while it is written. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
+    /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
     /// on.
     ///
     /// # Errors
@@ -72,8 +72,8 @@ impl<M: Module> ShardedModel<M> {
         Ok(save(self.engine().links().control.as_ref(), root, snapshot, options)?)
     }
 
-    /// Notes what [`ShardedModel::save`] saves. *Collective.* No later step changes it: blocks of parameters are replaced by a
-    /// step, and optimizer state is copied.
+    /// Notes what [`ShardedModel::save`] saves, without a copy. *Collective.* No later step changes it: blocks of parameters are
+    /// replaced by a step, and so is optimizer state that is noted.
     ///
     /// # Errors
     /// As [`ShardedModel::save`], the disk aside.
@@ -131,7 +131,7 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
-        Ok(Noted { snapshot, record: optimizer.record(), engine: engine.clone(), entries: self.planned_entries() })
+        Ok(Noted { snapshot, state: optimizer.shared(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
     /// A block that is here, or how to read one that lies on the disk when its turn has come.
@@ -227,7 +227,7 @@ impl<M: Module> ShardedModel<M> {
         }
         self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
         self.restore(read.buffers);
-        optimizer.load_record(&engine, read.record);
+        optimizer.load_records(&engine, read.records);
         let restored = self.load_away_states(&checkpoint, optimizer);
         let restored = restored.and_then(|()| self.check_state(optimizer, &read.state_names));
         self.agree("restore optimizer state", restored)?;
@@ -275,8 +275,11 @@ impl<M: Module> ShardedModel<M> {
             buffers.push(Some(Buffer { bytes: bytes.into(), dtype }));
         }
         let state_names = self.state_names(checkpoint)?;
-        let record = self.optimizer_record(checkpoint, |param| !engine.offload().has_state(param))?;
-        Ok(Read { stored, buffers, record, state_names })
+        let is_here =
+            |unit, param: usize| self.plan().params()[param].unit == unit && !engine.offload().has_state(param);
+        let record = |unit| self.optimizer_record(checkpoint, |param| is_here(unit, param));
+        let records = (0..self.plan().units().len()).map(record).collect::<Result<_, _>>()?;
+        Ok(Read { stored, buffers, records, state_names })
     }
 
     fn read_stored(&self, checkpoint: &Checkpoint, spec: &PlannedParam) -> Result<Bytes, Error> {
@@ -318,8 +321,11 @@ impl<M: Module> ShardedModel<M> {
 
     /// Whether the optimizer has taken all of the state, and needs no more.
     fn check_state(&self, optimizer: &ShardedOptimizer, given: &BTreeSet<String>) -> Result<(), Error> {
-        let reader = optimizer.record_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        let mut taken: BTreeSet<String> = reader.tensor_names().into_iter().map(str::to_owned).collect();
+        let mut taken = BTreeSet::new();
+        for bytes in optimizer.record_bytes() {
+            let reader = bytes.and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+            taken.extend(reader.tensor_names().into_iter().map(str::to_owned));
+        }
         taken.extend(
             optimizer.away(self.engine()).flat_map(|away| away.contents.tensors.iter().map(|(name, ..)| name.clone())),
         );
@@ -422,7 +428,8 @@ const GOOD_STEPS: &str = "loss_scale.good_steps";
 /// What is to be saved, as one rank has noted it: all but the optimizer's state in the form of a checkpoint.
 pub(crate) struct Noted {
     snapshot: Snapshot<'static>,
-    record: OptimizerRecord,
+    /// By unit.
+    state: Vec<ModuleOptimizer>,
     engine: Arc<Engine>,
     entries: Arc<[Entry]>,
 }
@@ -433,22 +440,27 @@ impl Noted {
         self.snapshot.step
     }
 
-    /// Adds the optimizer's state, by the paths of its parameters. Copies it once more, and drops the first copy.
+    /// Adds the optimizer's state, by the paths of its parameters: a copy, made unit by unit, each of which lets go of what
+    /// it was made from.
     ///
     /// # Errors
     /// If the state does not have the shape of its parameters.
     pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
-        let Self { mut snapshot, record, engine, entries } = self;
-        let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-        for (name, scalar) in reader.scalars() {
-            if let Some((_, name)) = saved_name(&engine, &entries, name) {
-                snapshot.scalars.insert(name, scalar_to_json(*scalar));
+        let Self { mut snapshot, state, engine, entries } = self;
+        for optimizer in state {
+            let record = optimizer.to_record();
+            drop(optimizer);
+            let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
+            for (name, scalar) in reader.scalars() {
+                if let Some((_, name)) = saved_name(&engine, &entries, name) {
+                    snapshot.scalars.insert(name, scalar_to_json(*scalar));
+                }
             }
-        }
-        for tensor in reader.into_tensors().map_err(record_error)? {
-            let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-            let data = BlockData::Ready(host::shared(bytes));
-            snapshot.tensors.extend(state_block(&engine, &entries, &id_and_field, dtype, &shape.to_vec(), data)?);
+            for tensor in reader.into_tensors().map_err(record_error)? {
+                let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
+                let data = BlockData::Ready(host::shared(bytes));
+                snapshot.tensors.extend(state_block(&engine, &entries, &id_and_field, dtype, &shape.to_vec(), data)?);
+            }
         }
         Ok(snapshot)
     }
@@ -505,7 +517,8 @@ struct Read {
     stored: Vec<Option<Bytes>>,
     /// By entry, of running statistics.
     buffers: Vec<Option<Buffer>>,
-    record: OptimizerRecord,
+    /// By unit, of what is in memory.
+    records: Vec<OptimizerRecord>,
     state_names: BTreeSet<String>,
 }
 

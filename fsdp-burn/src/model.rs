@@ -7,14 +7,14 @@ use burn::module::Module;
 use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
     Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan,
-    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
 use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
-use crate::offload::Offload;
+use crate::offload::{Offload, unit_on_disk};
 use crate::precision::Dtypes;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
@@ -110,7 +110,11 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
         let planned = entries.iter().zip(managed.iter()).filter(is_planned);
         let planned = planned.map(|(entry, _)| entry.clone()).collect();
-        let offload = Offload::new(&config.offload, rank.tier().cloned(), &plan, shard_index);
+        let tier = match unit_on_disk(&plan) {
+            Some(unit) => Some(rank.open_tier(&unit.name)?),
+            None => rank.tier(),
+        };
+        let offload = Offload::new(&config.offload, tier, &plan, shard_index);
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
@@ -530,13 +534,13 @@ fn refuse_unmanaged_adapters(entries: &[Entry], managed: &[Option<usize>]) -> Re
 /// Refuses what this version cannot do, before anything is sent.
 fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
     for unit in plan.units() {
-        let unknown = unit.overrides.precision.iter().find(|name| !Dtype::PRECISIONS.contains(&name.as_str()));
-        let (problem, remedy) = match (unknown, &unit.overrides.offload) {
+        let UnitOverrides { precision, offload, .. } = &unit.overrides;
+        let dtype = precision.iter().find(|name| !Dtype::PRECISIONS.contains(&name.as_str()));
+        let tier = offload.iter().find(|name| TierShares::of_attribute(name).is_none());
+        let (problem, remedy) = match (dtype, tier) {
             (Some(name), _) => (format!("`precision = \"{name}\"` is no element type"), "write f32, bf16 or f16"),
-            (_, Some(tier)) if tier != "none" => {
-                (format!("`offload = \"{tier}\"` is not available yet"), "remove it from the #[shard(...)] attribute")
-            }
-            _ => continue,
+            (_, Some(name)) => (format!("`offload = \"{name}\"` is no tier"), "write none, cpu or nvme"),
+            (None, None) => continue,
         };
         return Err(Error::Parameter { parameter: unit.name.clone(), problem, remedy });
     }

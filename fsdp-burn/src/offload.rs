@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn_pack::{Reader, Scalar};
 use bytes::Bytes;
-use fsdp_core::{OffloadConfig, Plan, PlannedParam, Slot, Tier, TierModel, Transfer, UnitIndex, UnitTiers};
+use fsdp_core::{
+    OffloadConfig, Plan, PlannedParam, Slot, Tier, TierModel, TierShares, Transfer, Unit, UnitIndex, UnitTiers,
+};
 
 use crate::{Error, host};
 
@@ -27,17 +29,25 @@ pub(crate) struct Offload {
 }
 
 impl Offload {
-    /// What the configuration says for the blocks of one rank. Without a disk, nothing.
+    /// What the configuration and the units say for the blocks of one rank. Without a disk, nothing.
     pub(crate) fn new(config: &OffloadConfig, tier: Option<Arc<Tier>>, plan: &Plan, shard_index: usize) -> Self {
-        let lens = |counts: &dyn Fn(&PlannedParam) -> bool| -> Vec<usize> {
-            plan.params()
-                .iter()
-                .map(|param| if tier.is_some() && counts(param) { stepped_len(param, shard_index) } else { 0 })
-                .collect()
+        let place = |shares: &TierShares, counts: &dyn Fn(&PlannedParam) -> bool| -> Vec<bool> {
+            let len = |param: &PlannedParam| match counts(param) {
+                true if tier.is_some() => stepped_len(param, shard_index),
+                _ => 0,
+            };
+            let own: Vec<_> = plan.params().iter().map(|param| of_unit(&plan.units()[param.unit])).collect();
+            // Shares are those of units that do not say it themselves.
+            let lens = plan.params().iter().zip(&own).map(|(param, own)| if own.is_none() { len(param) } else { 0 });
+            let mut placed = shares.on_nvme(&lens.collect::<Vec<_>>());
+            for (placed, (param, own)) in placed.iter_mut().zip(plan.params().iter().zip(&own)) {
+                *placed |= *own == Some(TierShares::NVME) && len(param) > 0;
+            }
+            placed
         };
-        let parameters = config.parameters.on_nvme(&lens(&|param| !plan.is_resident(param)));
-        let stepped = lens(&|param| param.trainable);
-        let (gradients, optimizer) = (config.gradients.on_nvme(&stepped), config.optimizer.on_nvme(&stepped));
+        let parameters = place(&config.parameters, &|param| !plan.is_resident(param));
+        let gradients = place(&config.gradients, &|param| param.trainable);
+        let optimizer = place(&config.optimizer, &|param| param.trainable);
         Self { tier, parameters, gradients, optimizer }
     }
 
@@ -78,12 +88,22 @@ impl Offload {
 
     /// What the schedule must know.
     pub(crate) fn unit_tiers(&self, plan: &Plan) -> Vec<UnitTiers> {
-        let tiers = |unit: &fsdp_core::Unit| {
+        let tiers = |unit: &Unit| {
             let any = |of: &[bool]| unit.params.iter().any(|&param| of[param]);
             UnitTiers { blocks: any(&self.parameters), gradients: any(&self.gradients), state: any(&self.optimizer) }
         };
         plan.units().iter().map(tiers).collect()
     }
+}
+
+/// Where a unit's own attribute puts all that is its.
+fn of_unit(unit: &Unit) -> Option<TierShares> {
+    unit.overrides.offload.as_deref().and_then(TierShares::of_attribute)
+}
+
+/// The first unit that asks for a disk.
+pub(crate) fn unit_on_disk(plan: &Plan) -> Option<&Unit> {
+    plan.units().iter().find(|unit| of_unit(unit) == Some(TierShares::NVME))
 }
 
 /// Elements of a parameter that a rank steps.

@@ -42,10 +42,10 @@ pub enum StepOutcome {
 ///
 /// Memory: the state of this rank's blocks; 1/N of what the optimizer would hold, from stage 1 on.
 pub struct ShardedOptimizer {
-    /// With the state that is in memory.
-    inner: ModuleOptimizer,
-    /// Without any.
+    /// Without any state.
     blank: ModuleOptimizer,
+    /// By unit, with the state that is in memory.
+    here: Vec<ModuleOptimizer>,
     /// State that is on the disk.
     away: AwayStates,
     name: &'static str,
@@ -67,7 +67,7 @@ impl ShardedOptimizer {
         }
         Ok(Self {
             blank: inner.clone().load_record(OptimizerRecord::default()),
-            inner,
+            here: Vec::new(),
             away: AwayStates::default(),
             name: elementwise::short_type_name::<O>(),
             clip_norm: config.training.gradient_clip_norm,
@@ -123,14 +123,14 @@ impl ShardedOptimizer {
         }
     }
 
-    /// The state that is in memory, as Burn records it.
-    pub(crate) fn record_bytes(&self) -> Result<burn::tensor::Bytes, RecordError> {
-        self.inner.into_bytes()
+    /// The state that is in memory, as Burn records it, one unit after the other.
+    pub(crate) fn record_bytes(&self) -> impl Iterator<Item = Result<burn::tensor::Bytes, RecordError>> {
+        self.here.iter().map(ModuleOptimizer::into_bytes)
     }
 
-    /// Goes on from this state in memory. What is on the disk is forgotten.
-    pub(crate) fn load_record(&mut self, engine: &Arc<Engine>, record: OptimizerRecord) {
-        self.inner = self.blank.clone().load_record(record);
+    /// Goes on from this state in memory, by unit. What is on the disk is forgotten.
+    pub(crate) fn load_records(&mut self, engine: &Arc<Engine>, records: Vec<OptimizerRecord>) {
+        self.here = records.into_iter().map(|record| self.blank.clone().load_record(record)).collect();
         self.away.forget(address(engine));
     }
 
@@ -167,9 +167,18 @@ impl ShardedOptimizer {
         slots.into_iter().filter_map(read)
     }
 
-    /// A copy of the state that is in memory.
-    pub(crate) fn record(&self) -> OptimizerRecord {
-        self.inner.to_record()
+    /// The state that is in memory, by unit. Costs nothing: tensors are shared, and a step that finds them so writes its
+    /// results elsewhere.
+    pub(crate) fn shared(&self) -> Vec<ModuleOptimizer> {
+        self.here.clone()
+    }
+
+    /// The optimizer of a unit's state in memory.
+    fn here(&mut self, unit: UnitIndex) -> &mut ModuleOptimizer {
+        if self.here.len() <= unit {
+            self.here.resize(unit + 1, self.blank.clone());
+        }
+        &mut self.here[unit]
     }
 
     /// Whether it has stepped no other model.
@@ -183,7 +192,7 @@ impl ShardedOptimizer {
         let entries = model.planned_entries();
         let model_state = (address(&engine), engine.generation());
         if !self.checked.contains(&model_state) {
-            elementwise::check(&self.inner, self.name, model.plan(), &entries)?;
+            elementwise::check(&self.blank, self.name, model.plan(), &entries)?;
             self.checked.push(model_state);
         }
         engine.reduce_rest()?;
@@ -242,7 +251,7 @@ impl ShardedOptimizer {
         let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
         let (away, here): (Vec<_>, Vec<_>) = params.into_iter().partition(|&param| engine.offload().has_state(param));
         let work = Work { lr, engine, entries, factor, clip_value: self.clip_value };
-        work.step(&mut self.inner, &here)?;
+        work.step(self.here(unit), &here)?;
         if let (false, Some(tier)) = (away.is_empty(), engine.offload().tier()) {
             let state = self.away.unit(address(engine), unit);
             let wait = |reading, bytes| engine.wait_state(unit, SpanKind::Read, bytes, reading);

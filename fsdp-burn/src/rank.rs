@@ -1,7 +1,7 @@
 //! What a rank is given by the launcher: its number, its peers, its configuration.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
@@ -21,8 +21,8 @@ pub struct Rank {
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
     trace: Option<Arc<Trace>>,
-    /// Where anything is offloaded to a disk.
-    tier: Option<Arc<Tier>>,
+    /// Once anything is offloaded to a disk.
+    tier: Arc<OnceLock<Arc<Tier>>>,
 }
 
 impl Rank {
@@ -34,8 +34,12 @@ impl Rank {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        let tier = open_tier(&config, control.as_ref())?;
-        Ok(Self { config, recorder, traffic, control, trace, tier })
+        let rank = Self { config, recorder, traffic, control, trace, tier: Arc::default() };
+        // At once, so that a directory that cannot be used is known before anything is computed.
+        if let Some(key) = rank.config.offload.nvme_key() {
+            rank.open_tier(key)?;
+        }
+        Ok(rank)
     }
 
     /// This rank's number, from 0.
@@ -256,11 +260,39 @@ impl Rank {
 
     /// What this rank has written to its disk and read from it; `None` where nothing is offloaded to one.
     pub fn tier_stats(&self) -> Option<TierStats> {
-        self.tier.as_ref().map(|tier| tier.stats())
+        self.tier.get().map(|tier| tier.stats())
     }
 
-    pub(crate) fn tier(&self) -> Option<&Arc<Tier>> {
-        self.tier.as_ref()
+    pub(crate) fn tier(&self) -> Option<Arc<Tier>> {
+        self.tier.get().cloned()
+    }
+
+    /// Where the disk is once it is opened, for whoever outlives the rank.
+    pub(crate) fn tier_place(&self) -> Arc<OnceLock<Arc<Tier>>> {
+        self.tier.clone()
+    }
+
+    /// This rank's disk, for what asks for one: a key of the configuration, or a unit. Opened at the first call.
+    pub(crate) fn open_tier(&self, wanted_by: &str) -> Result<Arc<Tier>, Error> {
+        let offload = &self.config.offload;
+        let Some(dir) = &offload.nvme_path else {
+            return Err(Error::Parameter {
+                parameter: wanted_by.to_owned(),
+                problem: "it is placed on NVMe, which needs a directory on a disk".into(),
+                remedy: "set `nvme_path` under [offload]",
+            });
+        };
+        if let Some(tier) = self.tier.get() {
+            return Ok(tier.clone());
+        }
+        let tier = Tier::open(&TierOptions {
+            block_bytes: offload.nvme_block_bytes,
+            buffer_bytes: offload.nvme_buffer_bytes,
+            checksums: offload.nvme_checksums,
+            timeout: self.config.timeout(),
+            ..TierOptions::new(dir, self.rank(), self.world_size())
+        })?;
+        Ok(self.tier.get_or_init(|| Arc::new(tier)).clone())
     }
 
     pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {
@@ -284,18 +316,4 @@ impl Rank {
     fn tag(&self, what: &str) -> OpTag {
         OpTag::new(0, Phase::Control, what)
     }
-}
-
-/// The rank's file on the disk, if the configuration places anything there.
-fn open_tier(config: &Config, comm: &dyn Communicator) -> Result<Option<Arc<Tier>>, Error> {
-    let offload = &config.offload;
-    let (Some(_), Some(dir)) = (offload.nvme_key(), &offload.nvme_path) else { return Ok(None) };
-    let tier = Tier::open(&TierOptions {
-        block_bytes: offload.nvme_block_bytes,
-        buffer_bytes: offload.nvme_buffer_bytes,
-        checksums: offload.nvme_checksums,
-        timeout: config.timeout(),
-        ..TierOptions::new(dir, comm.rank(), comm.world_size())
-    })?;
-    Ok(Some(Arc::new(tier)))
 }

@@ -18,8 +18,9 @@ use crate::{Error, ShardedModel, ShardedOptimizer};
 /// [`poll`](Saver::poll), [`save`](Saver::save) or [`finish`](Saver::finish), on **every** rank, and names the rank that
 /// failed; training may go on, and the saver be used again.
 ///
-/// Memory while a save is under way: a copy of this rank's optimizer state, two as it begins; and of its parameters, once a
-/// step has replaced them. Time of training: one of these copies, and what the thread takes of the processors.
+/// Memory while a save is under way: a copy of this rank's optimizer state, and of its parameters once a step has replaced
+/// them. Time of training: the first step after it makes new optimizer state in place of changing what is there, and the
+/// thread takes some of the processors.
 ///
 /// The configured `timeout_s` must allow for the slowest disk. Dropping a saver waits for the save under way and loses its
 /// error: call [`finish`](Saver::finish) at the end.

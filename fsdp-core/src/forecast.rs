@@ -31,11 +31,11 @@ pub struct StageForecast {
 /// All stages, and the advice.
 ///
 /// ```
-/// use fsdp_core::{Forecast, Job, Machine, ModelShape, NamedLink, Network, Speed, Stage, TierRates};
+/// use fsdp_core::{Forecast, Job, Machine, ModelShape, NamedLink, Network, Speed, Stage};
 ///
 /// let link = NamedLink::find("nvlink4").expect("a known link").link;
 /// let speed = Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 };
-/// let machine = Machine { network: Network::one_node(link).into(), speed, tiers: TierRates::default() };
+/// let machine = Machine { network: Network::one_node(link).into(), speed };
 /// let job = Job::new(ModelShape::even(7_000_000_000, 32), 8, machine);
 /// let forecast = Forecast::new(&job, Some(80_000_000_000));
 /// assert_eq!(forecast.stages.iter().map(|of| of.fits == Some(true)).collect::<Vec<_>>(), [false, true, true, true]);
@@ -176,17 +176,13 @@ fn nothing_fits(stages: &[StageForecast], device_bytes: Option<u64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Link, Machine, ModelShape, Network, Speed, TierRates};
+    use crate::{Link, Machine, ModelShape, Network, Speed};
 
     /// A job of `len` parameters, on `num_ranks` with a link of so many bytes per second.
     fn job(len: usize, num_ranks: usize, bytes_per_s: f64) -> Job {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1.0 / bytes_per_s });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e13 };
-        Job::new(
-            ModelShape::even(len, 8),
-            num_ranks,
-            Machine { network: network.into(), speed, tiers: TierRates::default() },
-        )
+        Job::new(ModelShape::even(len, 8), num_ranks, Machine { network: network.into(), speed })
     }
 
     fn forecast(job: &Job, device_bytes: u64) -> Forecast {

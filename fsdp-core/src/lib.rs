@@ -4,7 +4,7 @@
 //!
 //! | word | meaning |
 //! |---|---|
-//! | *rank* | one participant, numbered from 0; here a thread |
+//! | *rank* | one participant, numbered from 0: a thread, or a process |
 //! | *world size* | number of ranks |
 //! | *mesh*, *axis* | the ranks as a grid; along `shard` they hold different parts, along `replicate` equal ones |
 //! | *coordinate* | a rank's index along one axis |
@@ -33,13 +33,16 @@
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
 //! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `launcher` | which rank a process is, by what its launcher has set |
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
 //! | `trace` | spans of a run, written for a viewer of traces |
 //! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
-//! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `comm` | collectives: the contract, threads as ranks, processes that share memory ([`hosts`]), and wrappers |
+//! | `net` | how processes find each other, and learn of each other's failures |
+//! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | `profile` | what was measured of a machine |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
@@ -53,10 +56,14 @@ mod cost;
 mod dtype;
 mod forecast;
 mod hardware;
+mod launcher;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi;
+mod net;
 mod parts;
 mod plan;
 mod policy;
@@ -64,6 +71,7 @@ mod profile;
 mod schedule;
 mod shape;
 mod simulate;
+mod socket;
 mod spec;
 mod stage;
 mod table;
@@ -75,8 +83,10 @@ mod transformer;
 mod unit_state;
 
 pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
+#[cfg(target_os = "linux")]
+pub use comm::hosts;
 pub use comm::{
-    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
+    AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
@@ -87,12 +97,16 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, Disk, NamedLink, Network, Placement, TierRate};
+pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{
     Activations, ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks,
 };
 pub use mesh::{Axis, Mesh, MeshError};
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use mpi::{Mpi, MpiWorld};
+pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{MeasuredStep, Profile, ProfileError, ProfileOptions};
@@ -103,6 +117,7 @@ pub use simulate::{
     ReplayError, Scope, Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, TierBytes, TierRates,
     TierTraffic, TierWork, Tried, UnitWork, Uses, Variation, Workload, sensitivity, simulate, timeline,
 };
+pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use table::{Table, grouped};

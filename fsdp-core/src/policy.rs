@@ -35,7 +35,7 @@ pub struct UnitOverrides {
     pub prefetch: Option<usize>,
     /// Element type of computation and gather, by its name in the configuration file.
     pub precision: Option<String>,
-    /// Tier of the unit's shards, by its name in the configuration file.
+    /// Tier of the unit's parameters, gradients and optimizer state: `none`, `cpu` or `nvme`.
     pub offload: Option<String>,
 }
 

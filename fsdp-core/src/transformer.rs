@@ -128,6 +128,11 @@ impl Transformer {
         }
     }
 
+    /// [`Activations::begin_bytes`] of [`Transformer::activations`], where one number is enough.
+    pub fn activation_bytes(&self, batch: usize, precision: ComputePrecision) -> u64 {
+        self.activations(batch, precision).begin_bytes
+    }
+
     /// Backward of a perceptron, at its second matrix: its own tensors (`down` is let go of), the input of the matrix once
     /// more, gradients of its input and output, and the matrix's own gradient.
     fn perceptron(&self, batch: usize) -> Part {

@@ -125,7 +125,7 @@ use proc_macro::TokenStream;
 /// | `keep` | The unit stays gathered from the forward pass to the backward pass. For what the backward pass needs first, such as the head. | One gather less, (N−1)/N of its elements; the unit's full size in memory in between. |
 /// | `prefetch = 2` | While this unit computes in forward, so many of the units after it are gathered; 0 gathers each when it is needed. | Memory for so many more gathered units; the traffic is the same, but hidden behind computation. |
 /// | `precision = "bf16"` | The element type of computation and gather: `f32`, `bf16` or `f16`. | `bf16` and `f16` halve the gathered memory and the gather's bytes; a float32 master copy stays in the shards. |
-/// | `offload = "cpu"` | The tier that holds the unit's shards between uses: `none` (the device), `cpu` or `nvme`. | Frees the shards' device memory; each use copies the shard over the bus, or reads it from the drive. |
+/// | `offload = "nvme"` | The tier that holds the unit's optimizer state and reduced gradients between their uses, and at stage 3 its shards of parameters: `none` (the device), `cpu` (host memory) or `nvme` (the disk at `nvme_path` under `[offload]`). The shares of `[offload]` are then those of the other units. | Frees the device's memory of all three; each use copies the state over the bus, or reads it from the drive. |
 ///
 /// ```
 /// # #[path = "../tests/fsdp/mod.rs"]

@@ -101,10 +101,19 @@ pub(super) fn load<M: Module>(
     whole: &Bytes,
 ) -> Result<(), Error> {
     let reader = Reader::from_bytes(whole.clone()).map_err(error)?;
-    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
-    let offload = model.engine().offload();
-    // What is in memory, and by unit what lies on the disk.
-    let mut tensors: BTreeMap<Option<UnitIndex>, Vec<burn_pack::Tensor>> = BTreeMap::from([(None, Vec::new())]);
+    // By unit, what is in memory and what lies on the disk.
+    let mut parts: BTreeMap<(UnitIndex, bool), Parts> = BTreeMap::new();
+    let place = |param: usize| (model.plan().params()[param].unit, model.engine().offload().has_state(param));
+    for (name, scalar) in reader.scalars() {
+        if let Some((param, _)) = param_of(name, model) {
+            parts.entry(place(param)).or_default().scalars.insert(name.clone(), *scalar);
+        }
+    }
+    for (id, path) in reader.metadata() {
+        if let Some((param, _)) = param_of(id, model) {
+            parts.entry(place(param)).or_default().paths.insert(id.clone(), path.clone());
+        }
+    }
     for tensor in reader.into_tensors().map_err(error)? {
         let state = StateTensor::of(tensor, model)?;
         let spec = &model.plan().params()[state.param];
@@ -116,17 +125,22 @@ pub(super) fn load<M: Module>(
             true => host::cut(&state.bytes, &spec.layout, model.engine().shard_index(), elem_bytes),
             false => state.bytes.clone(),
         };
-        let place = offload.has_state(state.param).then_some(spec.unit);
-        tensors.entry(place).or_default().push(state.with(block, &model.engine().block_shape(state.param)));
+        let tensor = state.with(block, &model.engine().block_shape(state.param));
+        parts.entry(place(state.param)).or_default().tensors.push(tensor);
     }
-    for (place, tensors) in tensors {
-        let record = record(tensors, &scalars, &paths)?;
-        match place {
-            None => optimizer.load_record(model.engine(), record),
-            Some(unit) => optimizer.load_away(model.engine(), unit, record)?,
-        }
+    let here = (0..model.plan().units().len()).map(|unit| parts.remove(&(unit, false)).unwrap_or_default().record());
+    optimizer.load_records(model.engine(), here.collect::<Result<_, _>>()?);
+    for ((unit, _), parts) in parts {
+        optimizer.load_away(model.engine(), unit, parts.record()?)?;
     }
     Ok(())
+}
+
+/// The parameter whose state `name` is, and its id.
+fn param_of<M: Module>(name: &str, model: &ShardedModel<M>) -> Option<(usize, u64)> {
+    let id = name.split('.').next()?.parse().ok()?;
+    let param = model.planned_entries().iter().position(|entry| entry.id.val() == id)?;
+    Some((param, id))
 }
 
 /// The state of whole parameters, on every rank that has rank 0's replica. *Collective.*
@@ -135,12 +149,12 @@ pub(super) fn whole<M: Module>(
     model: &ShardedModel<M>,
 ) -> Result<OptimizerRecord, Error> {
     let links = model.engine().links();
-    let (mut scalars, mut paths, mut own) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let in_memory = optimizer.record_bytes().map_err(error)?;
-    for bytes in std::iter::once(Ok(in_memory)).chain(optimizer.away_records(model.engine())) {
+    let (mut parts, mut own) = (Parts::default(), BTreeMap::new());
+    let in_memory = optimizer.record_bytes().map(|bytes| bytes.map_err(error));
+    for bytes in in_memory.chain(optimizer.away_records(model.engine())) {
         let reader = Reader::from_bytes(bytes?).map_err(error)?;
-        scalars.extend(reader.scalars().clone());
-        paths.extend(reader.metadata().clone());
+        parts.scalars.extend(reader.scalars().clone());
+        parts.paths.extend(reader.metadata().clone());
         for tensor in reader.into_tensors().map_err(error)? {
             let state = StateTensor::of(tensor, model)?;
             let block_shape = model.engine().block_shape(state.param);
@@ -156,7 +170,6 @@ pub(super) fn whole<M: Module>(
     let names = (links.control.rank() == 0).then(|| names.into());
     let names = links.control.broadcast(&tag("names of optimizer state"), 0, names)?;
     let names: Vec<String> = serde_json::from_slice(&names).map_err(error)?;
-    let mut tensors = Vec::new();
     for name in names {
         let Some(state) = own.remove(&name) else {
             return Err(Error::program(format!("this rank has no optimizer state `{name}`, which rank 0 has")));
@@ -170,9 +183,9 @@ pub(super) fn whole<M: Module>(
         } else {
             state.bytes.clone()
         };
-        tensors.push(state.with(full, spec.layout.shape()));
+        parts.tensors.push(state.with(full, spec.layout.shape()));
     }
-    record(tensors, &scalars, &paths)
+    parts.record()
 }
 
 /// One tensor of optimizer state, of this rank's block or of the whole.
@@ -190,10 +203,8 @@ struct StateTensor {
 impl StateTensor {
     fn of<M: Module>(tensor: burn_pack::Tensor, model: &ShardedModel<M>) -> Result<Self, Error> {
         let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(error)?;
-        let id = name.split('.').next().and_then(|id| id.parse().ok());
-        let param = model.planned_entries().iter().position(|entry| Some(entry.id.val()) == id);
-        match (id, param, host::dtype_of(dtype)) {
-            (Some(id), Some(param), Some(dtype_here)) => {
+        match (param_of(&name, model), host::dtype_of(dtype)) {
+            (Some((param, id)), Some(dtype_here)) => {
                 let data = TensorData::from_bytes(bytes, shape.clone(), dtype);
                 let shape = shape.to_vec();
                 Ok(Self { name, id, param, shape, dtype: dtype_here, bytes: host::elements(data) })
@@ -212,19 +223,26 @@ impl StateTensor {
     }
 }
 
-fn record(
+/// What a record consists of.
+#[derive(Default)]
+struct Parts {
     tensors: Vec<burn_pack::Tensor>,
-    scalars: &BTreeMap<String, burn_pack::Scalar>,
-    paths: &BTreeMap<String, String>,
-) -> Result<OptimizerRecord, Error> {
-    let mut writer = Writer::new(tensors);
-    for (name, scalar) in scalars {
-        writer = writer.with_scalar(name, *scalar);
+    scalars: BTreeMap<String, burn_pack::Scalar>,
+    /// By the id of a parameter.
+    paths: BTreeMap<String, String>,
+}
+
+impl Parts {
+    fn record(self) -> Result<OptimizerRecord, Error> {
+        let mut writer = Writer::new(self.tensors);
+        for (name, scalar) in self.scalars {
+            writer = writer.with_scalar(&name, scalar);
+        }
+        for (id, path) in self.paths {
+            writer = writer.with_metadata(&id, &path);
+        }
+        OptimizerRecord::from_bytes(writer.into_bytes().map_err(error)?).map_err(error)
     }
-    for (id, path) in paths {
-        writer = writer.with_metadata(id, path);
-    }
-    OptimizerRecord::from_bytes(writer.into_bytes().map_err(error)?).map_err(error)
 }
 
 fn wrong_shape<M: Module>(model: &ShardedModel<M>, state: &StateTensor, expected: &[usize]) -> Error {

@@ -13,7 +13,7 @@ use burn::backend::{Autodiff, Backend, Dispatch, Flex, backend_extension};
 use burn::module::{Module, ModuleMapper, Param, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use fsdp_burn::{CommError, Config, Error, Rank, Sharded, Stage, launch};
+use fsdp_burn::{CommError, Config, Error, FieldRule, Rank, Sharded, Stage, WrapPolicy, launch};
 
 use crate::common::models::{Mlp, Trial, rows};
 use crate::common::run::{BATCH, Optimizer, config, share, start};
@@ -305,17 +305,22 @@ fn a_run_without_ranks_is_refused() {
     assert_contains(&error, &["`world_size` is 0"]);
 }
 
-#[derive(Module, Debug, Sharded)]
-struct Offloaded {
-    #[shard(unit, offload = "cpu")]
+#[derive(Module, Debug)]
+struct Misplaced {
     a: Linear,
 }
 
+impl Sharded for Misplaced {
+    fn wrap_policy() -> WrapPolicy {
+        WrapPolicy::new().field("a", FieldRule::unit().offload("disk"))
+    }
+}
+
 #[test]
-fn settings_of_units_that_are_not_there_yet_are_refused_by_name() {
+fn a_policy_written_by_hand_that_names_no_tier_is_refused_by_name() {
     let a = |rank: &Rank| LinearConfig::new(4, 4).init(&rank.device());
-    let error = failure(config(Stage::Parameters, 2), move |rank| rank.shard(Offloaded { a: a(&rank) }).map(|_| ()));
-    assert_contains(&error, &["`a`", "offload = \"cpu\"", "not available yet"]);
+    let error = failure(config(Stage::Parameters, 2), move |rank| rank.shard(Misplaced { a: a(&rank) }).map(|_| ()));
+    assert_contains(&error, &["`a`", "`offload = \"disk\"` is no tier", "write none, cpu or nvme"]);
 }
 
 #[test]

@@ -1,35 +1,37 @@
-//! A training run that is killed again and again ends with the weights of one that was not.
+//! A training run that is killed again and again ends with the weights of one that was not; one that offloads leaves nothing
+//! that the next one would take for state.
 //!
 //! `FSDP_KILLS` sets the number of kills.
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::num::NonZeroUsize;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use burn::nn::DropoutConfig;
 use fsdp_burn::nn::Dropout;
-use fsdp_burn::{Accumulate, CheckpointError, Config, Error, SaveOptions, Stage, TrainingConfig, launch};
+use fsdp_burn::{
+    Accumulate, CheckpointError, Config, Error, Rank, SaveOptions, Stage, TierShares, TrainingConfig, launch,
+};
 use serde_json::json;
 
 use crate::common::files::Scratch;
 use crate::common::models::{Gpt, Trial};
-use crate::common::run::{Optimizer, config, share, start, weights};
+use crate::common::process::{self, LIMIT, told};
+use crate::common::run::{Optimizer, Weights, config, share, start, weights};
+use crate::offload::offloaded;
 
 /// Micro-batches of a run, two for each optimizer step.
 const NUM_BATCHES: usize = 60;
 
-/// A run takes longer than this only if it hangs.
-const LIMIT: Duration = Duration::from_secs(120);
-
 /// The part of the tests that runs in a child: trains from the newest checkpoint, if there is one, and saves after each step.
 #[test]
 fn child_trains_to_the_end() {
-    let Some(dir) = std::env::var_os("FSDP_TEST_TRAIN_DIR") else { return };
-    let dir = Path::new(&dir).to_owned();
+    let Some(dir) = told("FSDP_TEST_TRAIN_DIR") else { return };
     let number = |name: &str| std::env::var(name).unwrap().parse::<u8>().unwrap();
     let (stage, in_background) =
         (Stage::try_from(number("FSDP_TEST_STAGE")).unwrap(), number("FSDP_TEST_BACKGROUND") == 1);
@@ -83,8 +85,8 @@ fn child_trains_to_the_end() {
 }
 
 fn child(dir: &Path, stage: Stage, in_background: bool) -> Child {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "kill::child_trains_to_the_end"]).env("FSDP_TEST_TRAIN_DIR", dir);
+    let mut command = process::child("kill::child_trains_to_the_end");
+    command.env("FSDP_TEST_TRAIN_DIR", dir);
     command.env("FSDP_TEST_STAGE", stage.number().to_string());
     command.env("FSDP_TEST_BACKGROUND", u8::from(in_background).to_string());
     command.stdout(Stdio::null()).spawn().unwrap()
@@ -132,4 +134,58 @@ fn a_run_killed_at_random_moments_ends_with_the_weights_of_one_that_was_not() {
         assert!(end == *expected, "{stage}: the weights are others after a kill");
     }
     println!("{killed} kills in {num_runs} runs");
+}
+
+/// Trains with everything on the disk while `goes_on` says so on all ranks; the weights then.
+fn offloading(rank: &Rank, goes_on: impl Fn(usize) -> bool) -> Result<Weights, Error> {
+    let mut model = start::<Gpt>(rank)?;
+    let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+    for batch in 0.. {
+        if !rank.all(goes_on(batch))? {
+            break;
+        }
+        let gradients = model.backward(model.loss(batch, share(rank), &rank.device()))?;
+        optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+        if batch == 1 && rank.is_main() {
+            println!("ready");
+        }
+    }
+    model.synchronize()?;
+    weights(&model)
+}
+
+fn offloading_config(dir: &Path) -> Config {
+    offloaded(&dir.join("nvme"), &config(Stage::Parameters, 3), [TierShares::NVME; 3])
+}
+
+/// The part of the test that is killed. It ends by itself if whoever should kill it is gone.
+#[test]
+fn child_offloads_until_it_is_killed() {
+    let Some(dir) = told("FSDP_TEST_OFFLOAD_DIR") else { return };
+    let until = Instant::now() + LIMIT;
+    launch(&offloading_config(&dir), move |rank| offloading(&rank, |_| Instant::now() < until)).unwrap();
+}
+
+#[test]
+fn what_a_killed_offloading_run_has_left_is_cleaned_by_the_next_which_trains_as_if_nothing_was() {
+    let scratch = Scratch::new("killed-offload");
+    let (config, nvme) = (offloading_config(&scratch.path()), scratch.path().join("nvme"));
+    let train =
+        |config: &Config| launch(config, |rank| offloading(&rank, |batch| batch < 4)).map(|runs| runs[0].clone());
+    let expected = train(&config).unwrap();
+    for round in 0..4 {
+        let mut command = process::child("kill::child_offloads_until_it_is_killed");
+        let mut child = command.env("FSDP_TEST_OFFLOAD_DIR", scratch.path()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().ends_with("ready")));
+        // Somewhere in a later step.
+        thread::sleep(Duration::from_millis(7 * round));
+        let refused = train(&config).unwrap_err().to_string();
+        assert!(refused.contains("is locked by another run"), "{refused}");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(fs::read_dir(&nvme).unwrap().count(), 3, "a killed process cannot clean");
+        assert!(train(&config).unwrap() == expected, "round {round}");
+        assert!(!nvme.exists(), "round {round}");
+    }
 }

@@ -2,17 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor};
 use fsdp_burn::{
-    Config, Error, LaunchOptions, NonFinite, OffloadConfig, PrefetchConfig, Rank, SaveOptions, Stage, StepOutcome,
-    TierShares, TierStats, Trace, TrainingConfig, launch, launch_with,
+    Config, Error, LaunchOptions, NonFinite, OffloadConfig, PrefetchConfig, Rank, SaveOptions, Sharded, Stage,
+    StepOutcome, TierShares, TierStats, Trace, TrainingConfig, launch, launch_with,
 };
 use fsdp_core::{SpanKind, Tier, TierOptions, TraceStream};
 
-use crate::common::models::{Branches, ConvNet, Gpt, Mlp, Trial};
+use crate::common::models::{Branches, ConvNet, Gpt, Mlp, Trial, distance, rows};
 use crate::common::run::{
     Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, scalar, share, start, weights,
 };
@@ -20,6 +25,20 @@ use crate::common::run::{
 const STEPS: usize = 20;
 const HALF: TierShares = TierShares { cpu: 0.0, nvme: 0.5 };
 const MIXED: TierShares = TierShares { cpu: 0.3, nvme: 0.4 };
+
+/// The configuration with optimizer state, gradients and parameters placed like this.
+pub(crate) fn offloaded(nvme: &Path, config: &Config, [optimizer, gradients, parameters]: [TierShares; 3]) -> Config {
+    let offload = OffloadConfig {
+        optimizer,
+        gradients,
+        parameters,
+        nvme_path: Some(nvme.to_str().unwrap().to_owned()),
+        nvme_block_bytes: 16 << 10,
+        nvme_buffer_bytes: 64 << 10,
+        ..OffloadConfig::default()
+    };
+    Config { offload, ..config.clone() }
+}
 
 /// A directory for runs, removed at the end; a run's own directory in it must be gone before that.
 struct Scratch(PathBuf);
@@ -36,18 +55,8 @@ impl Scratch {
         self.0.join("nvme")
     }
 
-    /// The configuration with optimizer state, gradients and parameters placed like this.
-    fn offloaded(&self, config: &Config, [optimizer, gradients, parameters]: [TierShares; 3]) -> Config {
-        let offload = OffloadConfig {
-            optimizer,
-            gradients,
-            parameters,
-            nvme_path: Some(self.nvme().to_str().unwrap().to_owned()),
-            nvme_block_bytes: 16 << 10,
-            nvme_buffer_bytes: 64 << 10,
-            ..OffloadConfig::default()
-        };
-        Config { offload, ..config.clone() }
+    fn offloaded(&self, config: &Config, tiers: [TierShares; 3]) -> Config {
+        offloaded(&self.nvme(), config, tiers)
     }
 
     fn assert_nothing_left(&self, what: &str) {
@@ -177,6 +186,88 @@ fn other_models_meshes_and_settings_have_the_bits_of_none() {
     let none = [TierShares::NVME, TierShares::NVME, TierShares::DEVICE];
     compare::<Mlp>(&scratch, "stage 0", &config(Stage::Ddp, 2), none);
     compare::<Mlp>(&scratch, "one rank", &config(Stage::Parameters, 1), all);
+}
+
+/// Two linear layers of a size that tells them apart, one of which says where it lies, and a third.
+macro_rules! placed {
+    ($($name:ident $(= $place:tt)?;)+) => {$(
+        #[derive(Module, Debug, Sharded)]
+        struct $name {
+            #[shard(unit $(, offload = $place)?)]
+            first: Linear,
+            #[shard(unit)]
+            second: Linear,
+            last: Linear,
+        }
+
+        impl Trial for $name {
+            fn build(device: &Device) -> Self {
+                let linear = |input, output| LinearConfig::new(input, output).init(device);
+                Self { first: linear(7, 64), second: linear(64, 30), last: linear(30, 3) }
+            }
+
+            fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+                let x = rows(batch, samples.clone(), 7, device);
+                let hidden = relu(self.second.forward(relu(self.first.forward(x))));
+                distance(self.last.forward(hidden), batch, samples, device)
+            }
+        }
+    )+};
+}
+placed! {
+    Free;
+    OnDisk = "nvme";
+    OnDevice = "none";
+    InMemory = "cpu";
+}
+
+#[test]
+fn a_unit_that_says_where_it_lies_is_there_whatever_the_configuration_says_and_has_the_bits_of_none() {
+    let scratch = Scratch::new("units");
+    let held = |stats: Option<TierStats>| stats.map_or(0, |stats| stats.file_bytes);
+    for stage in [Stage::OptimizerState, Stage::Parameters] {
+        let base = config(stage, 2);
+        let (expected, _) = run::<Free>(&base, Optimizer::AdamW, STEPS);
+        let parameters = if stage.shards_parameters() { TierShares::NVME } else { TierShares::DEVICE };
+        // Bytes on the disk, where the configuration places nothing there, and all.
+        let mut bytes = Vec::new();
+        for tiers in [[TierShares::DEVICE; 3], [TierShares::NVME, TierShares::NVME, parameters]] {
+            let config = scratch.offloaded(&base, tiers);
+            for (what, (got, stats)) in [
+                ("free", run::<Free>(&config, Optimizer::AdamW, STEPS)),
+                ("nvme", run::<OnDisk>(&config, Optimizer::AdamW, STEPS)),
+                ("none", run::<OnDevice>(&config, Optimizer::AdamW, STEPS)),
+                ("cpu", run::<InMemory>(&config, Optimizer::AdamW, STEPS)),
+            ] {
+                assert_parity(&format!("{what} at {stage}, {tiers:?}"), &expected, &got, Tolerance::EXACT);
+                bytes.push(held(stats));
+            }
+            scratch.assert_nothing_left("units");
+        }
+        let [none, first, none_again, none_in_memory, all, all_too, rest, rest_too] = bytes[..] else { unreachable!() };
+        assert_eq!([none, none_again, none_in_memory], [0; 3], "{stage}");
+        assert!(0 < first && first < all && all_too == all, "{stage}: {bytes:?}");
+        assert_eq!([rest, rest_too], [all - first; 2], "{stage}: what the unit does not place there");
+    }
+}
+
+#[test]
+fn shares_are_those_of_the_units_that_do_not_say_where_they_lie() {
+    let scratch = Scratch::new("shares-of-units");
+    let base = config(Stage::Parameters, 2);
+    let stats = |config: &Config| run::<OnDisk>(config, Optimizer::Sgd, 2).1.unwrap().file_bytes;
+    let [own, half, all] =
+        [TierShares::DEVICE, HALF, TierShares::NVME].map(|shares| stats(&scratch.offloaded(&base, [shares; 3])));
+    assert!(own < half && half < all, "{own}, {half}, {all}");
+}
+
+#[test]
+fn a_unit_on_a_disk_needs_one_and_is_named() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| start::<OnDisk>(&rank).map(drop)).unwrap_err().to_string();
+    assert!(
+        error.contains("`first`: it is placed on NVMe") && error.contains("`nvme_path` under [offload]"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -7,11 +7,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use fsdp_burn::{SaveOptions, ShardedModel, ShardedOptimizer, Stage, launch};
-use fsdp_core::ShardLayout;
-use fsdp_core::checkpoint::{Checkpoint, Verify};
 use serde_json::json;
 
-use crate::common::files::Scratch;
+use crate::common::files::{Scratch, content};
 use crate::common::models::{Gpt, Mlp, Trial};
 use crate::common::run::{Optimizer, Weights, config, scalar, share, start, weights};
 
@@ -43,16 +41,6 @@ fn train(root: &Path, stage: Stage, optimizer: Optimizer, in_background: bool) -
         Ok((losses, weights(&model)?))
     });
     runs.unwrap().swap_remove(0)
-}
-
-/// Every tensor of a checkpoint in whole, and all that is not a tensor.
-fn content(dir: &Path) -> (BTreeMap<String, Vec<u8>>, String) {
-    let checkpoint = Checkpoint::open(dir, Verify::Checksums).unwrap();
-    let manifest = checkpoint.manifest();
-    let whole = |shape: &[usize]| ShardLayout::new(shape, 0, 1);
-    let tensors = manifest.tensors.iter();
-    let tensors = tensors.map(|t| (t.name.clone(), checkpoint.read(&t.name, &whole(&t.shape), 0).unwrap())).collect();
-    (tensors, format!("{:?} {:?} {:?}", manifest.scalars, manifest.sections, manifest.step))
 }
 
 #[test]

@@ -27,6 +27,16 @@ impl TierShares {
     /// All on a disk.
     pub const NVME: TierShares = TierShares { cpu: 0.0, nvme: 1.0 };
 
+    /// Where `#[shard(unit, offload = "...")]` puts a unit: `none` is the device, and `cpu` and `nvme` are themselves.
+    pub fn of_attribute(name: &str) -> Option<Self> {
+        match name {
+            "none" => Some(Self::DEVICE),
+            "cpu" => Some(Self::CPU),
+            "nvme" => Some(Self::NVME),
+            _ => None,
+        }
+    }
+
     /// Which parameters, given by their bytes, lie on a disk. Empty ones never do.
     pub fn on_nvme(&self, bytes: &[usize]) -> Vec<bool> {
         let (mut total, mut placed) = (0.0, 0.0);

@@ -16,8 +16,6 @@ pub struct Machine {
     pub network: Collectives,
     /// How fast a rank computes.
     pub speed: Speed,
-    /// How fast it reaches what lies below its memory.
-    pub tiers: TierRates,
 }
 
 /// How fast a rank computes.
@@ -129,12 +127,16 @@ pub struct Job {
     pub num_tokens: u64,
     /// Units that are freed after use run their forward once more in backward.
     pub recompute: bool,
-    /// Activations and temporaries of a rank, where they are known.
-    pub activations: Option<Activations>,
+    /// Activations and temporaries when backward begins, in bytes per rank, where they are known.
+    pub activation_bytes: Option<u64>,
+    /// Those of the unit whose backward is the last; see [`Activations::last_bytes`]. 0 where they are not known.
+    pub last_unit_bytes: u64,
     /// Ranks that are threads of one process, and share what they hold alike.
     pub ranks_per_process: u64,
     /// What lies below the device's memory. Parameters do so at stage 3 only.
     pub offload: OffloadConfig,
+    /// How fast a rank reaches what lies there.
+    pub tiers: TierRates,
     /// The machine.
     pub machine: Machine,
 }
@@ -171,9 +173,11 @@ impl Job {
             optimizer: OptimizerKind::default(),
             num_tokens: 2048,
             recompute: false,
-            activations: None,
+            activation_bytes: None,
+            last_unit_bytes: 0,
             ranks_per_process: 1,
             offload: config.offload.clone(),
+            tiers: TierRates::default(),
             machine,
         }
     }
@@ -202,7 +206,11 @@ impl Job {
             ranks_per_process: self.ranks_per_process,
             prefetch: self.depth.max() as u64,
             prefetch_max_bytes: self.depth.max_bytes.map(|bytes| bytes as u64),
-            activations: self.activations,
+            activations: self.activation_bytes.map(|begin_bytes| Activations {
+                begin_bytes,
+                last_bytes: self.last_unit_bytes,
+                ..Activations::default()
+            }),
             tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
         };
@@ -393,7 +401,7 @@ mod tests {
     fn machine() -> Machine {
         let network = Network::one_node(Link { alpha_s: 1e-6, beta_s_per_byte: 1e-10 });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 };
-        Machine { network: network.into(), speed, tiers: TierRates::default() }
+        Machine { network: network.into(), speed }
     }
 
     fn units(lens: &[usize], keep: &[usize]) -> ModelShape {

@@ -78,7 +78,7 @@ impl Job {
                 (len as u64, is_split)
             })
             .collect();
-        let has_host = self.machine.tiers.host.is_some();
+        let has_host = self.tiers.host.is_some();
         let place = |shares: TierShares, bytes: Vec<u64>| -> Vec<Item> {
             let places = places(shares, &bytes, has_host);
             bytes.into_iter().zip(places).map(|(bytes, place)| Item { bytes, place }).collect()
@@ -106,8 +106,8 @@ impl Job {
     /// What of a unit moves, and how long that takes.
     pub(super) fn tier_work(&self, placements: &Placements, unit: usize) -> TierWork {
         let rate = |place: Place| match place {
-            Place::Host => self.machine.tiers.host,
-            Place::Nvme => self.machine.tiers.nvme,
+            Place::Host => self.tiers.host,
+            Place::Nvme => self.tiers.nvme,
         };
         let params = || placements.params.iter().filter(move |param| param.unit == unit);
         let placed = |items: &dyn Fn(&Param) -> Option<Item>| {
@@ -194,8 +194,8 @@ mod tests {
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: f64::INFINITY };
         let rate = |bytes_per_s| TierRate { read_bytes_per_s: bytes_per_s, write_bytes_per_s: bytes_per_s / 2.0 };
         let tiers = TierRates { host: has_host.then(|| rate(1e9)), nvme: Some(rate(1e8)) };
-        let machine = Machine { network: network.into(), speed, tiers };
-        Job { offload, ..Job::new(ModelShape::even(4000, 4), 2, machine) }
+        let machine = Machine { network: network.into(), speed };
+        Job { offload, tiers, ..Job::new(ModelShape::even(4000, 4), 2, machine) }
     }
 
     #[test]

@@ -93,11 +93,11 @@ impl SimReport {
 /// and a few numbers for each class and unit.
 ///
 /// ```
-/// use fsdp_core::{Job, Machine, ModelShape, NamedLink, Network, SimOptions, Speed, Stage, TierRates, simulate};
+/// use fsdp_core::{Job, Machine, ModelShape, NamedLink, Network, SimOptions, Speed, Stage, simulate};
 ///
 /// let link = NamedLink::find("nvlink4").expect("a known link").link;
 /// let speed = Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 };
-/// let machine = Machine { network: Network::one_node(link).into(), speed, tiers: TierRates::default() };
+/// let machine = Machine { network: Network::one_node(link).into(), speed };
 /// let job = Job::new(ModelShape::even(7_000_000_000, 32), 8, machine);
 /// let report = simulate(&job.workload(Stage::Parameters), &SimOptions::default());
 /// assert_eq!(report.num_classes, 1); // eight equal ranks

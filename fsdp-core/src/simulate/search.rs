@@ -153,7 +153,7 @@ impl Collectives {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Machine, ModelShape, Speed, TierRates};
+    use crate::{Machine, ModelShape, Speed};
 
     /// Eight equal units on four ranks; a gather takes `gather` times as long as a unit's forward.
     fn job(gather: f64) -> Job {
@@ -163,11 +163,7 @@ mod tests {
         let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte });
         let flops_per_s = 2.0 * len * 2048.0 / forward_s;
         let speed = Speed::Rate { flops_per_s, memory_bytes_per_s: f64::INFINITY };
-        Job::new(
-            ModelShape::even(8 * len as usize, 8),
-            4,
-            Machine { network: network.into(), speed, tiers: TierRates::default() },
-        )
+        Job::new(ModelShape::even(8 * len as usize, 8), 4, Machine { network: network.into(), speed })
     }
 
     #[test]

@@ -31,17 +31,13 @@ pub fn timeline(workload: &Workload, report: &SimReport) -> Trace {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Job, Machine, ModelShape, Network, SimOptions, Speed, Stage, TierRates, simulate, timeline};
+    use crate::{Job, Machine, ModelShape, Network, SimOptions, Speed, Stage, simulate, timeline};
 
     #[test]
     fn a_simulated_step_is_a_trace_of_the_ranks_that_were_asked_for() {
         let network = Network::one_node(crate::Link { alpha_s: 1e-6, beta_s_per_byte: 1e-10 });
         let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 };
-        let job = Job::new(
-            ModelShape::even(4_000_000, 4),
-            8,
-            Machine { network: network.into(), speed, tiers: TierRates::default() },
-        );
+        let job = Job::new(ModelShape::even(4_000_000, 4), 8, Machine { network: network.into(), speed });
         let workload = job.workload(Stage::Parameters);
         let options = SimOptions { num_steps: 2, traced: vec![3, 5], ..SimOptions::default() };
         let report = simulate(&workload, &options);

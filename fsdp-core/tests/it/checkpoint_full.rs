@@ -1,7 +1,7 @@
-//! A file system that is really full: every rank is told, the checkpoint before stays, and with room again the next save works.
+//! A disk that is full: every rank is told, the checkpoint before stays, and with room again the next save works.
 //!
-//! Needs a small file system, which takes an administrator (`mount`) or a user's own namespace (`unshare`). Where there is
-//! neither, the test says so and ends; `checkpoint_failure` has a limit on the size of files everywhere.
+//! Everywhere that is a limit on the size of files. Where a small file system may be made, which takes an administrator
+//! (`mount`) or a user's own namespace (`unshare`), it is one that is really full, too.
 
 #![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
 
@@ -113,11 +113,64 @@ fn in_small_disk(unshare: &[&str]) -> Option<String> {
     text.contains("running 1 test").then_some(text)
 }
 
+/// Lets no file of this process grow beyond so many bytes.
+fn limit_files(bytes: Option<u64>) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Fsize);
+    setrlimit(Resource::Fsize, Rlimit { current: bytes, maximum }).unwrap();
+}
+
+/// The part of the test that runs where a file that reaches its limit is an error, and no signal.
+#[test]
+fn child_reaches_the_limit_of_files() {
+    let Some(dir) = std::env::var_os("FSDP_TEST_FILE_LIMIT") else { return };
+    let dir = PathBuf::from(dir);
+    save_on(&dir, 1, &Mesh::one_dim(2), SaveOptions::default());
+    let save_large = |in_background: bool| {
+        let root = dir.clone();
+        each_rank(2, move |comm| {
+            if !in_background {
+                return save(comm, &root, large(comm, None), &SaveOptions::default()).map(Some);
+            }
+            let mut saver = Saver::new(comm, &root, SaveOptions::default())?;
+            saver.save(large(comm, None))?;
+            saver.finish()
+        })
+    };
+    for in_background in [false, true] {
+        limit_files(Some(LARGE_BYTES as u64 / 2));
+        let results = save_large(in_background);
+        limit_files(None);
+        assert_eq!(results.len(), 2);
+        for result in results {
+            let error = result.unwrap_err().to_string();
+            assert!(error.starts_with("saving: rank 0 failed (and rank 1): cannot write "), "{error}");
+            assert!(error.contains(".safetensors: File too large"), "{error}");
+        }
+        assert_before(&dir);
+    }
+    assert!(save_large(true).iter().all(Result::is_ok));
+    assert_eq!(Checkpoint::newest(&dir, Verify::Checksums).unwrap().manifest().step, 2);
+    println!("the limit was reached");
+}
+
+#[test]
+fn files_that_may_not_grow_are_every_ranks_error_and_the_checkpoint_before_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = "trap '' XFSZ; exec \"$0\" --exact checkpoint_full::child_reaches_the_limit_of_files --nocapture";
+    let mut command = Command::new("sh");
+    command.args(["-c", line]).arg(std::env::current_exe().unwrap()).env("FSDP_TEST_FILE_LIMIT", dir.path());
+    let output = command.output().unwrap();
+    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(text.contains("the limit was reached") && text.contains("1 passed"), "{text}");
+}
+
 #[test]
 fn a_disk_that_is_full_is_every_ranks_error_and_the_checkpoint_before_stays() {
     let attempts: [&[&str]; 2] = [&["--mount"], &["--user", "--map-root-user", "--mount"]];
     match attempts.into_iter().find_map(in_small_disk) {
         Some(text) => assert!(text.contains("the disk was full") && text.contains("1 passed"), "{text}"),
-        None => println!("not run: nobody may mount a small file system here"),
+        // What everybody may do is tested above.
+        None => println!("nobody may mount a small file system here"),
     }
 }

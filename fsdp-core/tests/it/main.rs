@@ -15,10 +15,12 @@ mod failure;
 mod fuzz;
 #[cfg(feature = "cli")]
 mod numbers;
+mod rendezvous;
 mod schedule;
 mod schedule_property;
 mod schedule_tiers;
 mod simulate;
+mod sockets;
 mod stream;
 mod streamed;
 mod tier;

@@ -13,11 +13,7 @@ use proptest::prelude::*;
 fn machine() -> Machine {
     let link = |name| NamedLink::find(name).unwrap().link;
     let network = Network { in_node: link("nvlink4"), between: link("ib-ndr"), ranks_per_node: 8 };
-    Machine {
-        network: network.into(),
-        speed: Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 },
-        tiers: TierRates::default(),
-    }
+    Machine { network: network.into(), speed: Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 } }
 }
 
 /// Tells a schedule what an engine tells it in one step, and collects the answers.
@@ -249,7 +245,7 @@ fn a_straggler_is_waited_for_at_the_place_where_it_meets_the_others() {
     let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 });
     let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: f64::INFINITY };
     let mesh = Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 4)]).unwrap();
-    let machine = Machine { network: network.into(), speed, tiers: TierRates::default() };
+    let machine = Machine { network: network.into(), speed };
     let job = Job { mesh, ..Job::new(ModelShape::even(8_000_000, 8), 8, machine) };
     let workload = job.workload(Stage::Parameters);
     let alike = simulate(&workload, &SimOptions::default());
@@ -283,18 +279,16 @@ fn a_copy_in_each_node_spares_what_is_slow_between_nodes() {
 fn offloaded(bytes_per_s: f64) -> Job {
     let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 });
     let rate = TierRate { read_bytes_per_s: bytes_per_s, write_bytes_per_s: bytes_per_s };
-    let machine = Machine {
-        network: network.into(),
-        speed: Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 },
-        tiers: TierRates { host: None, nvme: Some(rate) },
-    };
+    let machine =
+        Machine { network: network.into(), speed: Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 } };
+    let tiers = TierRates { host: None, nvme: Some(rate) };
     let offload = OffloadConfig {
         optimizer: TierShares::NVME,
         gradients: TierShares::NVME,
         parameters: TierShares::NVME,
         ..OffloadConfig::default()
     };
-    Job { offload, ..Job::new(ModelShape::even(8_000_000, 8), 4, machine) }
+    Job { offload, tiers, ..Job::new(ModelShape::even(8_000_000, 8), 4, machine) }
 }
 
 #[test]

@@ -7,11 +7,14 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fsdp_core::{Tier, TierError, TierOptions};
 
 const LEN: usize = 3 << 20;
+
+/// Whoever should kill the child is gone if that takes so long.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// The part of the test that runs in a child: two ranks that write until they are killed.
 #[test]
@@ -21,7 +24,8 @@ fn child_writes_until_it_is_killed() {
     let tiers = [0, 1].map(|rank| Tier::open(&TierOptions::new(&dir, rank, 2)).unwrap());
     let slots = [0, 1].map(|rank| tiers[rank].reserve(LEN).unwrap());
     println!("ready");
-    loop {
+    let started = Instant::now();
+    while started.elapsed() < LIMIT {
         let writes = [0, 1].map(|rank| tiers[rank].write(slots[rank], vec![rank as u8; LEN].into()));
         writes.into_iter().for_each(|write| write.wait().unwrap());
     }

@@ -1,7 +1,11 @@
 //! Files of weights, as other programs write them.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use fsdp_core::ShardLayout;
+use fsdp_core::checkpoint::{Checkpoint, Verify};
 
 /// A directory of its own, removed at the end. In memory where the system has such a place, since tests save often.
 #[derive(Debug)]
@@ -26,6 +30,16 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+/// Every tensor of a checkpoint in whole, and all that is not a tensor.
+pub(crate) fn content(dir: &Path) -> (BTreeMap<String, Vec<u8>>, String) {
+    let checkpoint = Checkpoint::open(dir, Verify::Checksums).unwrap();
+    let manifest = checkpoint.manifest();
+    let whole = |shape: &[usize]| ShardLayout::new(shape, 0, 1);
+    let tensors = manifest.tensors.iter();
+    let tensors = tensors.map(|t| (t.name.clone(), checkpoint.read(&t.name, &whole(&t.shape), 0).unwrap())).collect();
+    (tensors, format!("{:?} {:?} {:?}", manifest.scalars, manifest.sections, manifest.step))
 }
 
 /// A tensor of a file: `kind` is the name of PyTorch's storage of its type, such as `Float`.

@@ -112,12 +112,14 @@ impl MachineArgs {
         let micro_batches = config.training.gradient_accumulation;
         let depths = (config.prefetch.forward, config.prefetch.backward);
         told.push(("settings", format!("prefetch {} and {}, {micro_batches} micro-batches", depths.0, depths.1)));
-        let machine = Machine { network, speed, tiers };
+        let machine = Machine { network, speed };
         let job = Job {
+            tiers,
             optimizer: model.optimizer,
             num_tokens: model.num_tokens,
             recompute: model.recompute,
-            activations: model.activations,
+            activation_bytes: model.activations.map(|activations| activations.begin_bytes),
+            last_unit_bytes: model.activations.map_or(0, |activations| activations.last_bytes),
             // Profiles are of ranks that are threads of one process.
             ranks_per_process: if self.profile.is_some() { config.world_size as u64 } else { 1 },
             ..Job::configured(model.shape, &config, machine)

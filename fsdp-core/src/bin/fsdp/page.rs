@@ -68,7 +68,7 @@ pub(crate) fn html(setting: &Setting, forecast: &Forecast) -> String {
     let parts = PARTS.iter().filter(|(name, _)| offloads || *name != "passing through");
     page += &keys(parts.map(|&(name, colour)| (name, colour)));
     page += &bars(forecast);
-    if setting.job.activations.is_none() {
+    if setting.job.activation_bytes.is_none() {
         page += "<p>Activations are not known, and left out.</p>\n";
     }
     page += "<h2>A step of rank 0</h2>\n";

@@ -146,7 +146,7 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
     }
     text += &step.to_string();
     text += &format!("\n{}\n", sentence(&forecast.advice.to_string()));
-    if setting.job.activations.is_none() {
+    if setting.job.activation_bytes.is_none() {
         text += "Activations are not known, and not in the peak; give --activations SIZE, or --layers and --width.\n";
     }
     text

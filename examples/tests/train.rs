@@ -132,7 +132,7 @@ fn a_run_holds_what_was_predicted_within_a_twentieth() {
                     let plot = folder.join("a.svg");
                     let files = [text.to_str().unwrap(), "--plot", plot.to_str().unwrap()];
                     let all = fixed.into_iter().chain(files).chain(sizes.iter().map(String::as_str));
-                    let ProcessMemory { predicted_bytes, measured_bytes } =
+                    let ProcessMemory { predicted_bytes, measured_bytes, .. } =
                         run(&Args::try_parse_from(all).unwrap()).unwrap().process;
                     predicted_bytes as f64 / measured_bytes.unwrap() as f64 - 1.0
                 };

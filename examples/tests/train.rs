@@ -366,8 +366,9 @@ fn the_report_of_a_rank_alone_is_a_step_for_a_profile() {
     let folder = folder("profile");
     let (file, json) = (folder.join("run.toml"), folder.join("run.json"));
     fs::write(&file, "[training]\ngradient_accumulation = 2\n").unwrap();
-    let more = ["--config", file.to_str().unwrap(), "--ranks=1", "--report", json.to_str().unwrap()];
-    let report = run(&args(&folder.join("a.svg"), &more)).unwrap();
+    let more = ["--config", file.to_str().unwrap(), "--report", json.to_str().unwrap()];
+    let alone = Args { ranks: Some(1), ..args(&folder.join("a.svg"), &more) };
+    let report = run(&alone).unwrap();
     let step = MeasuredStep::read_report(&json).unwrap();
     assert_eq!((step.parameter_len, step.num_tokens), (report.num_parameters as u64, 2 * 16));
     let computing_s = 2.0 * step.pass_s + step.optimizer_s;

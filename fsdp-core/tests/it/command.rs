@@ -417,7 +417,7 @@ fn a_configuration_is_printed_with_its_defaults_and_explained_on_demand() {
     fs::write(&file, "stage = 2\nworld_size = 4\n").unwrap();
     let file = file.to_str().unwrap();
     let text = printed(&["config", file]);
-    assert!(text.starts_with("stage = 2\nworld_size = 4\n# mesh is not set "), "{text}");
+    assert!(text.starts_with("stage = 2\nworld_size = 4\nlauncher = \"auto\" "), "{text}");
     assert_eq!(Config::from_toml(&text, "printed").unwrap(), Config::load(file).unwrap());
     assert_eq!(printed(&["config", file, "--explain"]), Config::load(file).unwrap().to_toml());
     fs::write(file, "stage = 5\n").unwrap();

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
@@ -338,9 +338,10 @@ impl<M: Module> ShardedModel<M> {
 
     /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike.
     ///
-    /// `activation_bytes` is what one rank's forward keeps for backward, which the model and the batch decide, in bytes;
-    /// `None` leaves it out.
-    pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
+    /// `activations` is what one rank's forward keeps for backward, with temporaries, which the model and the batch decide: a
+    /// number of bytes by `into()`, or what [`Transformer::activations`](crate::Transformer::activations) says; `None` leaves
+    /// it out.
+    pub fn memory_estimate(&self, optimizer: OptimizerKind, activations: Option<Activations>) -> MemoryEstimate {
         let plan = self.plan();
         let lens = |keep| {
             let unit_len = |unit| plan.unit_len(unit) as u64;
@@ -355,7 +356,7 @@ impl<M: Module> ShardedModel<M> {
             ranks_per_process: plan.mesh().world_size() as u64,
             prefetch: self.engine.prefetch().max() as u64,
             prefetch_max_bytes: self.engine.prefetch().max_bytes.map(|bytes| bytes as u64),
-            activation_bytes,
+            activations,
             tiers: self.engine.offload().memory(plan, self.engine.shard_index()),
             ..MemoryModel::new(plan.num_params() as u64)
         };

@@ -256,7 +256,7 @@ impl Schedule {
         let window = self.window(&self.backward_order, cursor, unit, self.depth.backward, here);
         let before = before(&self.backward_order, cursor, &self.units);
         let window = self.within_limit(window, before);
-        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward + 1, here);
+        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward.saturating_add(1), here);
         let next = further.into_iter().find(|next| !window.contains(next));
         self.demand(unit, &window, next)
     }
@@ -425,7 +425,7 @@ impl Schedule {
         };
         let window = self.window(order, cursor, unit, depth, here);
         let window = self.within_limit(window, before(order, cursor, &self.units));
-        let further = self.window(order, cursor, unit, depth + 1, here);
+        let further = self.window(order, cursor, unit, depth.saturating_add(1), here);
         let next = further.into_iter().find(|next| !window.contains(next));
         (window, next)
     }
@@ -437,7 +437,7 @@ impl Schedule {
         let traits = self.units[first].traits;
         let depth = match traits.prefetch.unwrap_or(self.depth.forward) {
             0 => return Vec::new(),
-            depth => depth + usize::from(traits.keep),
+            depth => depth.saturating_add(usize::from(traits.keep)),
         };
         let here = |unit: UnitIndex| !self.units[unit].traits.gathered_on_use;
         self.within_limit(self.window(order, 0, first, depth, here), None)

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use fsdp_burn::{Config, Stage, Translated};
+use fsdp_burn::{Config, Error, Stage, Translated};
 
 use crate::{Failure, GptConfig, parse_bytes};
 
-/// Trains a byte-level GPT on the ranks of a configuration, all of them threads of this process.
+/// Trains a byte-level GPT on the ranks of a configuration: threads of this process, or processes of mpirun, torchrun or srun.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "train", about, max_term_width = 100)]
 pub struct Args {
@@ -129,7 +129,11 @@ impl Args {
             config.world_size = ranks;
         }
         config.validate()?;
-        Ok(config)
+        // As many ranks as a launcher has started, unless something else is asked for.
+        let of_launcher = Config { world_size: 1, ..config.clone() };
+        let is_asked = self.config.is_some() || self.deepspeed.is_some() || self.ranks.is_some();
+        let started = if is_asked { config.started() } else { of_launcher.started() }.map_err(Error::from)?;
+        Ok(config.for_started(&started))
     }
 
     /// The sizes of the model.

@@ -1,4 +1,5 @@
-//! Trains a byte-level GPT on four ranks, each a thread of this process, and shows what that took.
+//! Trains a byte-level GPT on four ranks, each a thread of this process, and shows what that took. Started by `mpirun`,
+//! `torchrun` or `srun`, each process is a rank.
 //!
 //!     cargo run --release --example train
 //!     cargo run --release --example train -- --config examples/configs/zero1.toml --data my.txt --report run.json
@@ -52,6 +53,8 @@ struct Outcome {
     losses: Vec<f64>,
     num_parameters: usize,
     row: RankRow,
+    /// Of all ranks.
+    rows: Vec<RankRow>,
     wall: WallTimes,
     peak_bytes: u64,
     resident_bytes: Option<u64>,
@@ -60,14 +63,18 @@ struct Outcome {
 
 /// One run: all ranks, then pictures and tables of it.
 fn run(args: &Args) -> Result<Report, Failure> {
-    let (args, deepspeed) = &args.with_deepspeed()?;
+    let (mut args, deepspeed) = args.with_deepspeed()?;
     let config = args.resolve_config()?;
+    let started = config.started().map_err(Error::from)?;
+    args.quiet |= !started.is_main();
+    let args = &args;
     let model = args.model()?;
     let text = Text::load(args.data.as_deref(), args.sequence)?;
     if let Some(bytes) = args.memory_limit {
         limit_memory(bytes)?;
     }
     if !args.quiet {
+        println!("{started}\n");
         println!("{}, {} ranks\n\n{}", config.stage, config.world_size, settings(&config));
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
         // What a DeepSpeed file asks for in vain is said.
@@ -83,6 +90,9 @@ fn run(args: &Args) -> Result<Report, Failure> {
         launch_with(&config, options, move |rank| train(&rank, &job))?
     };
     let report = report(&config, &job, &outcomes);
+    if !started.is_main() {
+        return Ok(report);
+    }
     let plot = args.plot_path();
     plot_losses(&report.losses, &format!("{} on {} ranks", config.stage, config.world_size), &plot)?;
     if let Some(file) = &args.report {
@@ -188,11 +198,14 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         disk: rank.tier_stats().map(|tier| DiskRow::new(&tier, stats.tier_wait.as_secs_f64())),
     };
 
+    let rows = rank.all_gather_bytes(&serde_json::to_vec(&row).map_err(Error::program)?)?;
+    let rows = rows.iter().map(|row| serde_json::from_slice(row).map_err(Error::program)).collect::<Result<_, _>>()?;
+
     let started = Instant::now();
     let sampler = Sampler { num_bytes: args.sample, temperature: args.temperature, seed: args.seed };
     let sample = sampler.continue_text(&model.valid(), text.prompt(args.seed), args.sequence, &device.inner());
     let wall = WallTimes { setup_s, training_s, sampling_s: started.elapsed().as_secs_f64() };
-    Ok(Outcome { losses, num_parameters: model.num_params(), row, wall, peak_bytes, resident_bytes, sample })
+    Ok(Outcome { losses, num_parameters: model.num_params(), row, rows, wall, peak_bytes, resident_bytes, sample })
 }
 
 /// Refuses a run that will not fit, before it has taken the memory that it may have.
@@ -217,9 +230,9 @@ fn tokens_per_step(config: &Config, args: &Args) -> usize {
 }
 
 fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
-    let Outcome { losses, num_parameters, wall, peak_bytes, resident_bytes, sample, .. } = &outcomes[0];
+    let Outcome { losses, num_parameters, rows: ranks, wall, peak_bytes, resident_bytes, sample, .. } = &outcomes[0];
     let tokens_per_step = tokens_per_step(config, &job.args);
-    let ranks: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
+    let of_process: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
     Report {
         config: Report::config_value(config),
         model: job.model.clone(),
@@ -229,9 +242,9 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         tokens_per_step,
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
-        process: ProcessMemory::new(&ranks, Some(*peak_bytes), *resident_bytes),
-        step: StepMeans::new(&ranks, losses.len()),
-        ranks,
+        process: ProcessMemory::new(&of_process, Some(*peak_bytes), *resident_bytes),
+        step: StepMeans::new(ranks, losses.len()),
+        ranks: ranks.clone(),
         wall: *wall,
         sample: String::from_utf8_lossy(sample).into_owned(),
     }

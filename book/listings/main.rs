@@ -2,10 +2,26 @@
 
 #![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
 
+mod attributes;
+mod chapters;
+mod choosing;
+mod configuration;
+mod diagram;
 mod errors;
+mod exercises;
+mod figures;
+mod inside;
+mod interview;
 mod learner;
+mod measured;
+mod migrate;
+mod misconceptions;
 mod model;
 mod output;
-mod pages;
 mod pictures;
+mod planned;
+mod shown;
 mod start;
+mod svg;
+mod timelines;
+mod words;

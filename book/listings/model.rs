@@ -85,7 +85,7 @@ impl LanguageModel {
 // ANCHOR_END: tied
 
 // ANCHOR: policy
-/// What the derive writes for `Mlp` of the first chapter.
+/// What the derive writes for `Mlp` of the page Start.
 fn policy_by_hand() -> WrapPolicy {
     WrapPolicy::new().field("layers", FieldRule::units())
 }

@@ -46,7 +46,7 @@ fn events(schedule: &mut Schedule) -> Vec<(String, Vec<Action>)> {
 
 #[test]
 fn the_picture_of_a_step_is_what_the_schedule_does() {
-    let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 0 };
+    let unit = UnitTraits { gathered_on_use: true, trainable: true, ..UnitTraits::default() };
     let head = UnitTraits { keep: true, ..unit };
     let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
     let mut schedule = Schedule::new(Stage::Parameters, &[unit, unit, head], depth);

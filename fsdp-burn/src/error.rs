@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use fsdp_core::checkpoint::CheckpointError;
-use fsdp_core::{CommError, ConfigError, PlanError, TierError};
+use fsdp_core::{CommError, ConfigError, LauncherError, PlanError, RendezvousError, TierError};
 
 /// An error of a sharded run.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +12,12 @@ pub enum Error {
     /// The configuration.
     #[error(transparent)]
     Config(Box<ConfigError>),
+    /// The variables that a launcher has set.
+    #[error(transparent)]
+    Launcher(Box<LauncherError>),
+    /// The processes of the run do not find each other.
+    #[error(transparent)]
+    Rendezvous(Box<RendezvousError>),
     /// The model does not fit the mesh.
     #[error(transparent)]
     Plan(Box<PlanError>),
@@ -123,6 +129,18 @@ pub enum Error {
 impl From<ConfigError> for Error {
     fn from(error: ConfigError) -> Self {
         Error::Config(Box::new(error))
+    }
+}
+
+impl From<LauncherError> for Error {
+    fn from(error: LauncherError) -> Self {
+        Error::Launcher(Box::new(error))
+    }
+}
+
+impl From<RendezvousError> for Error {
+    fn from(error: RendezvousError) -> Self {
+        Error::Rendezvous(Box::new(error))
     }
 }
 

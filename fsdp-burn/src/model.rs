@@ -350,7 +350,7 @@ impl<M: Module> ShardedModel<M> {
             stage: plan.stage(),
             optimizer,
             accumulate: self.engine.accumulate(),
-            largest_unit_len: lens(false).max().unwrap_or(0),
+            largest_unit_len: plan.largest_unit_len(false) as u64,
             kept_len: lens(true).sum(),
             ranks_per_process: plan.mesh().world_size() as u64,
             prefetch: self.engine.prefetch().max() as u64,

@@ -56,7 +56,7 @@ impl PrefetchDepth {
 }
 
 /// What the schedule must know of a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UnitTraits {
     /// Its parameters are cut (stage 3) and have to be gathered before use.
     pub gathered_on_use: bool,
@@ -68,6 +68,9 @@ pub struct UnitTraits {
     pub prefetch: Option<usize>,
     /// Size of its gathered copy; 0 if nothing of it is gathered on use.
     pub gathered_bytes: usize,
+    /// It is a part of the unit before it: they count as one where units are gathered ahead and freed. See
+    /// [Note: The first unit travels in parts].
+    pub follows: bool,
 }
 
 /// What of a unit lies in a tier below memory, between its uses.

@@ -4,7 +4,7 @@
 //!
 //! | word | meaning |
 //! |---|---|
-//! | *rank* | one participant, numbered from 0; here a thread |
+//! | *rank* | one participant, numbered from 0: a thread, or a process |
 //! | *world size* | number of ranks |
 //! | *mesh*, *axis* | the ranks as a grid; along `shard` they hold different parts, along `replicate` equal ones |
 //! | *coordinate* | a rank's index along one axis |
@@ -32,6 +32,7 @@
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
 //! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
+//! | `launcher` | which rank a process is, by what its launcher has set |
 //! | `config` | the settings of a run: read, checked, printed, explained |
 //! | `plan` | the rules applied to a model: its units |
 //! | `memory`, `cost` | bytes per rank; traffic and time of a step |
@@ -39,7 +40,9 @@
 //! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
 //! | `profile` | what was measured of a machine |
-//! | `comm` | collectives: the contract, threads as ranks, and wrappers |
+//! | `comm` | collectives: the contract, threads as ranks, processes that share memory ([`hosts`]), and wrappers |
+//! | `net` | how processes find each other, and learn of each other's failures |
+//! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
@@ -52,16 +55,22 @@ mod cost;
 mod dtype;
 mod forecast;
 mod hardware;
+mod launcher;
 mod layout;
 mod loss_scale;
 mod memory;
 mod mesh;
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+mod mpi;
+mod net;
+mod parts;
 mod plan;
 mod policy;
 mod profile;
 mod schedule;
 mod shape;
 mod simulate;
+mod socket;
 mod spec;
 mod stage;
 #[cfg(feature = "testing")]
@@ -72,8 +81,10 @@ mod transformer;
 mod unit_state;
 
 pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
+#[cfg(target_os = "linux")]
+pub use comm::hosts;
 pub use comm::{
-    AbortCause, CommError, CommStream, Communicator, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
+    AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
@@ -84,10 +95,14 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, NamedLink, Network, Placement};
+pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
 pub use mesh::{Axis, Mesh, MeshError};
+#[cfg(all(feature = "mpi", target_os = "linux"))]
+pub use mpi::{Mpi, MpiWorld};
+pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
 pub use profile::{Profile, ProfileError, ProfileOptions};
@@ -98,6 +113,7 @@ pub use simulate::{
     Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
     sensitivity, simulate, timeline,
 };
+pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};

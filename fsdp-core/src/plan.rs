@@ -73,6 +73,8 @@ pub struct Unit {
     pub keep: bool,
     /// Settings that win over the configuration.
     pub overrides: UnitOverrides,
+    /// It is a part of the unit before it. See [Note: The first unit travels in parts].
+    pub follows: bool,
 }
 
 /// Something in the plan that is legal and probably not meant.
@@ -183,8 +185,8 @@ pub enum PlanError {
 pub struct Plan {
     stage: Stage,
     mesh: Mesh,
-    params: Vec<PlannedParam>,
-    units: Vec<Unit>,
+    pub(crate) params: Vec<PlannedParam>,
+    pub(crate) units: Vec<Unit>,
     ignored: Vec<String>,
     warnings: Vec<PlanWarning>,
 }
@@ -211,6 +213,7 @@ impl Plan {
             return Err(PlanError::NoParameters);
         }
         plan.warn(policy, &matched);
+        plan.divide_first_unit();
         Ok(plan)
     }
 
@@ -247,6 +250,16 @@ impl Plan {
     /// Logical elements of the managed parameters.
     pub fn num_params(&self) -> usize {
         self.params.iter().map(|param| param.layout.full_len()).sum()
+    }
+
+    /// The largest number of elements, logical, of those units that stay gathered or do not. Parts of a unit count together.
+    pub fn largest_unit_len(&self, keep: bool) -> usize {
+        let whole_len = |parts: &[Unit]| {
+            let params = parts.iter().flat_map(|unit| &unit.params);
+            params.map(|&param| self.params[param].layout.full_len()).sum()
+        };
+        let wholes = self.units.chunk_by(|_, unit| unit.follows);
+        wholes.filter(|parts| parts[0].keep == keep).map(whole_len).max().unwrap_or(0)
     }
 
     /// Elements of a unit, logical.
@@ -297,6 +310,7 @@ impl Plan {
             trainable: self.unit_params(index).any(|param| param.trainable),
             prefetch: self.units[index].overrides.prefetch,
             gathered_bytes: self.gathered_bytes(index, dtypes),
+            follows: self.units[index].follows,
         };
         (0..self.units.len()).map(traits).collect()
     }
@@ -377,7 +391,8 @@ impl Plan {
 
     fn unit_of(&mut self, name: String, rule: &FieldRule) -> UnitIndex {
         self.units.iter().position(|unit| unit.name == name).unwrap_or_else(|| {
-            let unit = Unit { name, params: Vec::new(), keep: rule.keep, overrides: rule.overrides.clone() };
+            let overrides = rule.overrides.clone();
+            let unit = Unit { name, params: Vec::new(), keep: rule.keep, overrides, follows: false };
             self.units.push(unit);
             self.units.len() - 1
         })

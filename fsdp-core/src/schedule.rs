@@ -27,6 +27,8 @@ enum Pass {
 #[derive(Clone, Debug)]
 struct Unit {
     traits: UnitTraits,
+    /// The first part of what it is a part of; itself where it is a whole.
+    whole: UnitIndex,
     state: UnitState,
     /// Uses recorded in forward whose gradients have not arrived.
     pending_gradients: usize,
@@ -42,8 +44,7 @@ struct Unit {
 /// ```
 /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTraits};
 ///
-/// let unit =
-///     UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
+/// let unit = UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 4096, ..UnitTraits::default() };
 /// let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
 /// let mut schedule = Schedule::new(Stage::Parameters, &[unit; 3], depth);
 ///
@@ -72,7 +73,8 @@ pub struct Schedule {
     reduce_order: Vec<UnitIndex>,
     next_reduce: usize,
     reduce_in_backward: bool,
-    reduce_in_flight: Option<UnitIndex>,
+    /// Reductions that the next one in backward may have to wait for.
+    reduces_in_flight: Vec<UnitIndex>,
     /// Reductions started since the last step and not waited for.
     reduces_pending: Vec<UnitIndex>,
     /// The units of the forward that is going on, by first use.
@@ -86,8 +88,13 @@ pub struct Schedule {
 impl Schedule {
     /// A schedule for units in plan order.
     pub fn new(stage: Stage, units: &[UnitTraits], depth: PrefetchDepth) -> Self {
-        let unit = |&traits: &UnitTraits| Unit {
+        let mut whole = 0;
+        let unit = |(index, &traits): (UnitIndex, &UnitTraits)| Unit {
             traits,
+            whole: {
+                whole = if traits.follows { whole } else { index };
+                whole
+            },
             state: UnitState::Sharded,
             pending_gradients: 0,
             gradients_ready: false,
@@ -96,7 +103,7 @@ impl Schedule {
         };
         Self {
             stage,
-            units: units.iter().map(unit).collect(),
+            units: units.iter().enumerate().map(unit).collect(),
             depth,
             pass: Pass::Idle,
             current: None,
@@ -106,7 +113,7 @@ impl Schedule {
             reduce_order: Vec::new(),
             next_reduce: 0,
             reduce_in_backward: true,
-            reduce_in_flight: None,
+            reduces_in_flight: Vec::new(),
             reduces_pending: Vec::new(),
             first_uses: Vec::new(),
             expected_uses: Vec::new(),
@@ -121,8 +128,7 @@ impl Schedule {
     /// ```
     /// use fsdp_core::{Action::*, PrefetchDepth, Schedule, Stage, UnitTiers, UnitTraits};
     ///
-    /// let unit =
-    ///     UnitTraits { gathered_on_use: false, keep: false, trainable: true, prefetch: None, gathered_bytes: 0 };
+    /// let unit = UnitTraits { trainable: true, ..UnitTraits::default() };
     /// let mut schedule = Schedule::new(Stage::Gradients, &[unit; 2], PrefetchDepth::default());
     /// schedule.set_tiers(&[UnitTiers { state: true, ..UnitTiers::default() }; 2]);
     /// schedule.set_reduce_order(vec![1, 0]);
@@ -317,7 +323,7 @@ impl Schedule {
 
     /// Waits for the reductions that are still under way: before a norm over all gradients, or another backward.
     pub fn finish_reduces(&mut self) -> Vec<Action> {
-        self.reduce_in_flight = None;
+        self.reduces_in_flight.clear();
         let mut actions = Vec::new();
         for unit in std::mem::take(&mut self.reduces_pending) {
             self.wait_reduce(unit, &mut actions);
@@ -391,7 +397,7 @@ impl Schedule {
         }
         actions.extend(published.map(Action::WaitPublish));
         self.reduces_pending.clear();
-        self.reduce_in_flight = None;
+        self.reduces_in_flight.clear();
         actions
     }
 
@@ -438,7 +444,7 @@ impl Schedule {
     }
 
     /// `unit` and those used after it, up to `depth` of them; left out are those that are `here` by then. Kept units on
-    /// the way are gathered with them and take no place, since they stay anyway.
+    /// the way are gathered with them and take no place, since they stay anyway; nor do further parts of a unit.
     fn window(
         &self,
         order: &[UnitIndex],
@@ -453,11 +459,12 @@ impl Schedule {
         }
         let mut places = depth;
         for &next in &order[cursor + 1..] {
-            if places == 0 {
+            let is_part = window.iter().any(|&other| self.are_parts(other, next));
+            if places == 0 && !is_part {
                 break;
             }
             if !window.contains(&next) && !here(next) {
-                places -= usize::from(!self.units[next].traits.keep);
+                places -= usize::from(!is_part && !self.units[next].traits.keep);
                 window.push(next);
             }
         }
@@ -475,7 +482,9 @@ impl Schedule {
         let kept = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
         // A kept unit is used while the unit before it stays.
         let beside = before.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
-        let beside = beside.map(|unit| self.units[unit].traits);
+        let beside =
+            self.units.iter().filter(|unit| beside.is_some_and(|beside| self.units[beside].whole == unit.whole));
+        let beside = beside.map(|unit| unit.traits);
         let mut bytes: usize = kept.chain(beside).map(|traits| traits.gathered_bytes).sum();
         let exceeds = |&unit: &UnitIndex| {
             let traits = self.units[unit].traits;
@@ -501,7 +510,10 @@ impl Schedule {
             let in_backward = matches!(self.pass, Pass::Backward { .. });
             for other in 0..self.units.len() {
                 let Unit { traits, pending_gradients, .. } = self.units[other];
-                let needed = traits.keep || window.contains(&other) || (in_backward && pending_gradients > 0);
+                let needed = traits.keep
+                    || window.contains(&other)
+                    || self.are_parts(unit, other)
+                    || (in_backward && pending_gradients > 0);
                 if !needed {
                     self.free(other, &mut actions);
                 }
@@ -536,17 +548,28 @@ impl Schedule {
         }
     }
 
+    /// Whether both are parts of one whole, or the same.
+    fn are_parts(&self, one: UnitIndex, other: UnitIndex) -> bool {
+        self.units[one].whole == self.units[other].whole
+    }
+
     fn free(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
         if self.units[unit].state.free().is_ok() {
             actions.push(Action::Free(unit));
         }
     }
 
-    /// Starts a reduction. In backward the one before it must be done: so that at most two units of full gradients
-    /// exist, the one being reduced and the one being computed. And so must be the unit's own of an earlier backward.
+    /// Starts a reduction. In backward the one before it must be done, with the last part of a unit that of the unit before:
+    /// so that at most two units of full gradients exist, the one being reduced and the one being computed. And so must be
+    /// the unit's own of an earlier backward.
     fn reduce(&mut self, unit: UnitIndex, in_backward: bool, actions: &mut Vec<Action>) {
-        let previous = self.reduce_in_flight.replace(unit).filter(|_| in_backward);
-        for waited in previous.into_iter().chain([unit]) {
+        let is_complete = !self.reduce_order[self.next_reduce + 1..].iter().any(|&later| self.are_parts(later, unit));
+        let in_flight = std::mem::take(&mut self.reduces_in_flight);
+        let stays = |&other: &UnitIndex| in_backward && (!is_complete || self.are_parts(other, unit));
+        let (staying, previous): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(stays);
+        self.reduces_in_flight = staying;
+        self.reduces_in_flight.push(unit);
+        for waited in previous.into_iter().filter(|_| in_backward).chain([unit]) {
             if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == waited) {
                 self.reduces_pending.remove(at);
                 self.wait_reduce(waited, actions);

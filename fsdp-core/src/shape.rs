@@ -46,6 +46,9 @@ pub struct UnitShape {
     /// Units gathered ahead of this one in forward, if other than the configuration says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<usize>,
+    /// It is a part of the unit before it: they are gathered ahead and freed together.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub follows: bool,
     /// Floating-point operations of its forward for one token. `None`: two for each parameter. 0 for a table of which
     /// forward only takes rows: backward does not gather it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -89,6 +92,7 @@ impl ModelShape {
             name: plan.units()[index].name.clone(),
             keep: plan.units()[index].keep,
             prefetch: plan.units()[index].overrides.prefetch,
+            follows: plan.units()[index].follows,
             flops_per_token: None,
             parameters: plan
                 .unit_params(index)
@@ -132,7 +136,7 @@ impl ModelShape {
         let mut units: Vec<(UnitShape, usize)> = Vec::new();
         let mut last: Option<&UnitShape> = None;
         for unit in &self.units {
-            let alike = last.is_some_and(|last| !unit.keep && last.has_shapes_of(unit));
+            let alike = last.is_some_and(|last| !unit.keep && !unit.follows && last.has_shapes_of(unit));
             match units.last_mut() {
                 Some((group, num_units)) if alike && *num_units < size => {
                     if *num_units == 1 {
@@ -202,7 +206,7 @@ impl ModelShape {
 impl UnitShape {
     /// A unit that is freed after use and does what its parameters suggest.
     pub fn new(name: impl Into<String>, parameters: Vec<ParamShape>) -> Self {
-        Self { name: name.into(), keep: false, prefetch: None, flops_per_token: None, parameters }
+        Self { name: name.into(), keep: false, prefetch: None, follows: false, flops_per_token: None, parameters }
     }
 
     /// Elements of its parameters.

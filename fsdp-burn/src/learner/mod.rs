@@ -20,7 +20,7 @@ use burn_train::{
     Learner, LearnerModel, LearningResult, SupervisedLearningStrategy, SupervisedTraining,
     SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingStrategy, ValidLoader,
 };
-use fsdp_core::Config;
+use fsdp_core::{Config, Started};
 
 use crate::launch::{LaunchOptions, launch_with};
 use crate::{Error, Rank, Sharded, ShardedModel};
@@ -228,6 +228,14 @@ impl OnRanks {
             return Err(Error::Misuse {
                 problem: "the model is on a device without autodiff".into(),
                 remedy: "build it on `Device::flex().autodiff().gradient_checkpointing()`",
+            });
+        }
+        if let Started::Process(process) = self.config.started()? {
+            return Err(Error::Misuse {
+                problem: format!(
+                    "this process is {process}, and the ranks of a learner's training are threads of one process"
+                ),
+                remedy: "start one process, with `launcher = \"threads\"`, or write the loop with `launch`",
             });
         }
         let world_size = self.config.world_size;

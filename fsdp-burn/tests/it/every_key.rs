@@ -25,6 +25,8 @@ struct Case {
 const CASES: &[Case] = &[
     case("stage", "world_size = 2", ["stage = 0", "stage = 3"], local_parameters),
     case("world_size", "", ["world_size = 1", "world_size = 2"], local_parameters),
+    case("launcher", "", ["launcher = \"threads\"", "launcher = \"srun\""], started),
+    case("rendezvous_port", "", ["rendezvous_port = 4000", "rendezvous_port = 4001"], meeting),
     case("mesh", "world_size = 4", ["", "mesh = { replicate = 2, shard = 2 }"], local_parameters),
     case("timeout_s", "world_size = 2", ["timeout_s = 0.1", "timeout_s = 30.0"], patience),
     case("threads_per_rank", "", ["threads_per_rank = 1", "threads_per_rank = 3"], threads),
@@ -119,6 +121,18 @@ fn start<M: Trial>(rank: &fsdp_burn::Rank) -> Result<fsdp_burn::ShardedModel<M>,
 
 fn local_parameters(config: &Config) -> String {
     on_ranks(config, |rank| Ok(start::<Mlp>(&rank)?.num_local_params()))
+}
+
+/// Whether this process is one that the launcher has started.
+fn started(config: &Config) -> String {
+    on_ranks(config, |rank| Ok(rank.world_size()))
+}
+
+/// Where the processes of a run meet.
+fn meeting(config: &Config) -> String {
+    let set = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "host"), ("MASTER_PORT", "29500")];
+    let variables = set.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    config.started_in(&variables).unwrap().to_string()
 }
 
 /// Whether a rank waits for another that is late by half a second.

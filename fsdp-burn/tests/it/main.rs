@@ -19,9 +19,12 @@ mod lora;
 mod numbers;
 mod offload;
 mod optimizers;
+#[cfg(feature = "mpi")]
+mod over_mpi;
 mod pace;
 mod parity;
 mod precision;
+mod processes;
 mod recompute;
 mod recovery;
 mod resume;

@@ -1,8 +1,8 @@
 //! Sharded training gives what plain training on one device gives, and every stage gives the same bits.
 
-use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig};
+use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig, launch};
 
-use crate::common::models::{ConvNet, Gpt, Mlp, Recurrent, Trial};
+use crate::common::models::{ConvNet, Gpt, Mlp, Recurrent, Trial, Wide};
 use crate::common::run::{
     Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain, plain_for, scalar, sharded,
     sharded_for, share, start_on, weights,
@@ -52,6 +52,23 @@ fn a_convolution_net_trains_as_on_one_device_and_every_stage_and_prefetch_depth_
 #[test]
 fn a_gpt_trains_as_on_one_device_and_every_stage_and_prefetch_depth_gives_the_same_bits() {
     assert_all::<Gpt>();
+}
+
+#[test]
+fn a_first_unit_in_parts_trains_as_on_one_device_and_gives_the_same_bits() {
+    let names = launch(&config(Stage::Parameters, 2), |rank| {
+        let model = start_on::<Wide>(&rank, rank.device())?;
+        Ok(model.plan().units().iter().map(|unit| unit.name.clone()).collect::<Vec<_>>())
+    });
+    assert_eq!(names.unwrap()[0], ["first part 1 of 2", "first part 2 of 2", "second", "root"]);
+    let with = |stage, world_size, gradient_clip_norm| {
+        let training = TrainingConfig { gradient_clip_norm, ..TrainingConfig::default() };
+        sharded::<Wide>(&Config { training, ..config(stage, world_size) }, Optimizer::Sgd)
+    };
+    let oracle = plain::<Wide>(&config(Stage::Ddp, 1), Optimizer::Sgd);
+    assert_parity("on 3", &oracle, &with(Stage::Parameters, 3, None), Optimizer::Sgd.tolerance());
+    let clipped = [Stage::Ddp, Stage::Parameters].map(|stage| with(stage, 2, Some(0.1)));
+    assert_parity("stage 3 against 0 on 2", &clipped[0], &clipped[1], Tolerance::EXACT);
 }
 
 #[test]

@@ -23,6 +23,18 @@ pub(crate) struct CallPart {
     pub(crate) dtype: Option<Dtype>,
 }
 
+/// What may differ, in the order in which calls are compared.
+pub(crate) const DIFFERENCES: [&str; 8] = [
+    "kind",
+    "tag",
+    "number of parts",
+    "layout of a part",
+    "element type of a part",
+    "element size of a part",
+    "root",
+    "scale",
+];
+
 impl Call {
     /// A call without parts, root or scale.
     pub(crate) fn new(kind: OpKind, tag: &OpTag) -> Self {
@@ -152,6 +164,7 @@ mod tests {
                 panic!("{expected} is not compared");
             };
             assert_eq!((what, first.rank, second.rank, second.detail.as_str()), (expected, 0, 1, detail));
+            assert!(DIFFERENCES.contains(&what));
         }
     }
 }

@@ -166,6 +166,17 @@ pub enum CommError {
     },
 }
 
+impl CommError {
+    /// What a call of `rank` returns after the world was aborted. A mismatch concerns every rank alike; other causes are
+    /// reported as the reason of an abort.
+    pub(crate) fn ended(rank: usize, cause: &AbortCause) -> Self {
+        match cause {
+            AbortCause::Collective(error) if matches!(**error, CommError::Mismatch { .. }) => (**error).clone(),
+            _ => CommError::Aborted { rank, cause: cause.clone() },
+        }
+    }
+}
+
 /// What one rank issued, for the report of a mismatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issued {
@@ -205,6 +216,16 @@ pub enum AbortCause {
         /// The error's message.
         message: String,
     },
+    /// A rank's process has ended without a word, or is not heard from any more.
+    #[error("rank {rank} was lost: {how}{}", Missed(missed))]
+    RankLost {
+        /// The rank.
+        rank: usize,
+        /// How it was noticed.
+        how: String,
+        /// The operation that another rank waits in for it, if one does.
+        missed: Option<Box<Issued>>,
+    },
     /// A collective could not complete: a timeout or a mismatch.
     #[error("{0}")]
     Collective(Box<CommError>),
@@ -233,6 +254,18 @@ impl fmt::Display for Ranks<'_> {
             write!(f, "{} {rank}", if i == 0 { "" } else { "," })?;
         }
         Ok(())
+    }
+}
+
+/// Writes what a lost rank has missed.
+struct Missed<'a>(&'a Option<Box<Issued>>);
+
+impl fmt::Display for Missed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(issued) => write!(f, "; rank {} waits for it in {} ({})", issued.rank, issued.kind, issued.tag),
+            None => Ok(()),
+        }
     }
 }
 
@@ -293,6 +326,13 @@ mod tests {
         assert_eq!(
             text(AbortCause::RankFailed { rank: 2, message: "no file".into() }),
             "rank 1: communication has ended, because rank 2 failed: no file"
+        );
+        let missed = Issued { rank: 0, kind: OpKind::AllGather, tag: tag("head"), detail: String::new() };
+        let lost = |missed| AbortCause::RankLost { rank: 2, how: "its connection has ended".into(), missed };
+        assert!(text(lost(None)).ends_with("rank 2 was lost: its connection has ended"));
+        assert!(
+            text(lost(Some(Box::new(missed))))
+                .ends_with("; rank 0 waits for it in all-gather (step 3, backward, unit `head`)")
         );
         assert!(
             text(AbortCause::Collective(Box::new(timeout(vec![2])))).contains("because rank 0 waited 300ms"),

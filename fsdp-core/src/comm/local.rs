@@ -91,15 +91,7 @@ impl LocalWorld {
     }
 
     fn check_alive(&self, rank: usize) -> Result<(), CommError> {
-        self.cause.get().map_or(Ok(()), |cause| Err(ended(rank, cause)))
-    }
-}
-
-/// A mismatch concerns every rank alike; other causes are reported as the reason of an abort.
-fn ended(rank: usize, cause: &AbortCause) -> CommError {
-    match cause {
-        AbortCause::Collective(error) if matches!(**error, CommError::Mismatch { .. }) => (**error).clone(),
-        _ => CommError::Aborted { rank, cause: cause.clone() },
+        self.cause.get().map_or(Ok(()), |cause| Err(CommError::ended(rank, cause)))
     }
 }
 
@@ -216,7 +208,7 @@ impl LocalRank {
                 if let Some(error) = first.mismatch(*first_rank, &call, world_rank) {
                     drop(state);
                     let cause = world.abort(AbortCause::Collective(Box::new(error)));
-                    return Err(ended(world_rank, cause));
+                    return Err(CommError::ended(world_rank, cause));
                 }
             }
         }
@@ -421,7 +413,7 @@ impl Visit<'_> {
             drop(state);
             let ours = AbortCause::Collective(Box::new(error.clone()));
             let cause = world.abort(ours.clone());
-            return Err(if *cause == ours { error } else { ended(rank, cause) });
+            return Err(if *cause == ours { error } else { CommError::ended(rank, cause) });
         }
     }
 }

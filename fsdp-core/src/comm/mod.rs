@@ -10,23 +10,27 @@
 //! Sums are added in the order of ranks, `((r0 + r1) + r2) + ...`, then scaled, by whichever rank and in whatever
 //! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
 
-mod call;
-mod check;
+pub(crate) mod call;
+pub(crate) mod check;
+mod control;
 pub(crate) mod error;
 mod faulty;
+#[cfg(target_os = "linux")]
+pub mod hosts;
 mod local;
 mod op;
 mod pool;
 mod recorder;
-mod shared;
+pub(crate) mod shared;
 mod stream;
-mod sum;
+pub(crate) mod sum;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
+pub use control::Control;
 pub use error::{AbortCause, CommError, Issued};
 pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;

@@ -58,6 +58,19 @@ pub enum Phase {
     Control,
 }
 
+impl Phase {
+    /// All phases, in the order of declaration.
+    pub const ALL: [Phase; 7] = [
+        Phase::Init,
+        Phase::Forward,
+        Phase::Backward,
+        Phase::Optimizer,
+        Phase::Evaluate,
+        Phase::Checkpoint,
+        Phase::Control,
+    ];
+}
+
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -8,6 +8,7 @@
 //! 2. each rank fills at most once, enforced by its flag, and a block has one rank only;
 //! 3. nothing reads before every rank has filled, enforced by the count.
 
+use std::convert::Infallible;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::Arc;
@@ -90,35 +91,45 @@ impl SharedTensors {
     where
         F: for<'a> FnMut(usize, Range<usize>, &'a mut [MaybeUninit<u8>]) -> &'a mut [u8],
     {
+        let done: Result<(), Infallible> =
+            self.try_fill(rank, |tensor, elements, target| Ok(fill(tensor, elements, target)));
+        let Ok(()) = done;
+    }
+
+    /// As [`SharedTensors::fill`]. After an error the rank has not filled, and there will be no view.
+    pub(crate) fn try_fill<E, F>(&self, rank: usize, mut fill: F) -> Result<(), E>
+    where
+        F: for<'a> FnMut(usize, Range<usize>, &'a mut [MaybeUninit<u8>]) -> Result<&'a mut [u8], E>,
+    {
         assert!(self.owner.is_none_or(|owner| owner == rank), "a block is filled by its rank");
         assert!(!self.begun[rank].swap(true, Ordering::Relaxed), "a rank fills its blocks once");
-        for (index, tensor) in self.tensors.iter().enumerate() {
-            let piece_len = (PIECE_BYTES / tensor.elem_bytes.max(1)).max(1);
-            let mut num_filled = 0;
-            for run in tensor.layout.runs(rank) {
-                for start in run.clone().step_by(piece_len) {
-                    let piece = start..(start + piece_len).min(run.end);
-                    let first = if self.owner.is_some() { num_filled } else { piece.start };
-                    num_filled += piece.len();
-                    let offset = first * tensor.elem_bytes;
-                    let len = piece.len() * tensor.elem_bytes;
-                    assert!(offset + len <= tensor.len_bytes, "a run lies in its tensor");
-                    // SAFETY: The piece lies in the tensor, which is the allocation. No other reference to these
-                    // bytes exists: other ranks own other runs, this rank is here once, and views are made only
-                    // after all ranks have filled (invariants 1 to 3).
-                    let target = unsafe {
-                        std::slice::from_raw_parts_mut(
-                            tensor.memory.start().as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
-                            len,
-                        )
-                    };
-                    let written = fill(index, piece, target);
-                    let expected = tensor.memory.start().as_ptr().wrapping_add(offset).cast_const();
-                    assert!(written.len() == len && written.as_ptr() == expected, "`fill` returns what it was given");
-                }
+        let (mut current, mut num_filled) = (0, 0);
+        for piece in pieces(self.tensors.iter().map(|tensor| (tensor.layout.clone(), tensor.elem_bytes)), rank) {
+            if piece.tensor != current {
+                (current, num_filled) = (piece.tensor, 0);
             }
+            let tensor = &self.tensors[piece.tensor];
+            let offset = if self.owner.is_some() { num_filled } else { piece.first_byte };
+            num_filled += piece.num_bytes;
+            assert!(offset + piece.num_bytes <= tensor.len_bytes, "a run lies in its tensor");
+            // SAFETY: The piece lies in the tensor, which is the allocation. No other reference to these bytes exists:
+            // other ranks own other runs, this rank is here once, and views are made only after all ranks have filled
+            // (invariants 1 to 3).
+            let target = unsafe {
+                std::slice::from_raw_parts_mut(
+                    tensor.memory.start().as_ptr().add(offset).cast::<MaybeUninit<u8>>(),
+                    piece.num_bytes,
+                )
+            };
+            let written = fill(piece.tensor, piece.elements, target)?;
+            let expected = tensor.memory.start().as_ptr().wrapping_add(offset).cast_const();
+            assert!(
+                written.len() == piece.num_bytes && written.as_ptr() == expected,
+                "`fill` returns what it was given"
+            );
         }
         self.filled.fetch_add(1, Ordering::Release);
+        Ok(())
     }
 
     /// The tensors, each a view that keeps its own allocation alive.
@@ -131,6 +142,35 @@ impl SharedTensors {
         let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), len_bytes: tensor.len_bytes };
         self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
     }
+}
+
+/// A few elements of one tensor that lie side by side.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    pub(crate) tensor: usize,
+    /// Of the whole tensor.
+    pub(crate) elements: Range<usize>,
+    /// Where they begin in the whole tensor.
+    pub(crate) first_byte: usize,
+    /// At most [`PIECE_BYTES`].
+    pub(crate) num_bytes: usize,
+}
+
+/// What `rank` owns of tensors that are given by layout and element size, tensor by tensor, in the order of its blocks.
+pub(crate) fn pieces<T>(tensors: T, rank: usize) -> impl Iterator<Item = Piece> + use<T>
+where
+    T: IntoIterator<Item = (ShardLayout, usize)>,
+{
+    tensors.into_iter().enumerate().flat_map(move |(tensor, (layout, elem_bytes))| {
+        let piece_len = (PIECE_BYTES / elem_bytes.max(1)).max(1);
+        layout.runs(rank).flat_map(move |run| {
+            run.clone().step_by(piece_len).map(move |start| {
+                let elements = start..(start + piece_len).min(run.end);
+                let num_bytes = elements.len() * elem_bytes;
+                Piece { tensor, first_byte: start * elem_bytes, num_bytes, elements }
+            })
+        })
+    })
 }
 
 /// Exists only once all ranks have filled: see [`SharedTensors::views`].

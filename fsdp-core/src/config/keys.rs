@@ -3,7 +3,7 @@
 use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
 use super::offload::TierShares;
 use super::{Config, print};
-use crate::{Dtype, LossScale, Mesh, Stage};
+use crate::{Dtype, LauncherChoice, LossScale, Mesh, Stage};
 
 /// One key. [`config_keys`] lists them all.
 #[derive(Debug)]
@@ -24,8 +24,13 @@ pub struct ConfigKey {
 pub(super) enum Kind {
     /// An integer from `min`, to `max` where there is one.
     Integer { min: usize, max: Option<usize>, get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
-    /// An integer from `min`, or nothing.
-    OptionalInteger { min: usize, get: fn(&Config) -> Option<usize>, set: fn(&mut Config, Option<usize>) },
+    /// An integer from `min`, to `max` where there is one, or nothing.
+    OptionalInteger {
+        min: usize,
+        max: Option<usize>,
+        get: fn(&Config) -> Option<usize>,
+        set: fn(&mut Config, Option<usize>),
+    },
     /// A number from `min` to `max`, of `unit`.
     Number { min: f64, max: f64, unit: &'static str, get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// A positive finite number, or nothing.
@@ -58,7 +63,12 @@ impl ConfigKey {
             Kind::Integer { min, max: Some(max), .. } => format!("an integer from {min} to {max}"),
             Kind::Integer { min, max: None, .. } => format!("an integer of at least {min}"),
             Kind::Number { min, max, unit, .. } => format!("a number from {min} to {max:e} {unit}"),
-            Kind::OptionalInteger { min, .. } => format!("an integer of at least {min}; leave the key out for none"),
+            Kind::OptionalInteger { min, max: Some(max), .. } => {
+                format!("an integer from {min} to {max}; leave the key out for none")
+            }
+            Kind::OptionalInteger { min, max: None, .. } => {
+                format!("an integer of at least {min}; leave the key out for none")
+            }
             Kind::OptionalPositive { .. } => "a positive finite number; leave the key out for none".to_owned(),
             Kind::OptionalScale { .. } => {
                 "\"dynamic\" or a positive finite number; leave the key out for the default".to_owned()
@@ -113,13 +123,39 @@ static KEYS: &[ConfigKey] = &[
     ConfigKey {
         table: "",
         name: "world_size",
-        meaning: "Number of ranks, which are threads of this process.",
+        meaning: "Number of ranks: threads of this process, or one process each where a launcher has started several. There 1 \
+                  leaves the number to the launcher, and any other must be the launcher's.",
         cost: "Each rank holds its own activations and its share of the sharded state.",
         kind: Kind::Integer {
             min: 1,
             max: None,
             get: |config| config.world_size,
             set: |config, world_size| config.world_size = world_size,
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "launcher",
+        meaning: "Who has started the ranks: \"auto\" looks for the variables of mpirun, torchrun and srun, in this order, and \
+                  starts threads where there are none; a name looks for that one only.",
+        cost: "Processes send each other what threads share.",
+        kind: Kind::Choice {
+            names: &LauncherChoice::NAMES,
+            get: |config| LauncherChoice::ALL.iter().position(|&choice| choice == config.launcher).unwrap_or(0),
+            set: |config, index| config.launcher = LauncherChoice::ALL[index],
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "rendezvous_port",
+        meaning: "Port at which rank 0 waits for the other processes, until all have come. Not set: MASTER_PORT, or one made from \
+                  the number of the SLURM job.",
+        cost: "None.",
+        kind: Kind::OptionalInteger {
+            min: 1,
+            max: Some(u16::MAX as usize),
+            get: |config| config.rendezvous_port.map(usize::from),
+            set: |config, port| config.rendezvous_port = port.and_then(|port| u16::try_from(port).ok()),
         },
     },
     ConfigKey {
@@ -161,7 +197,12 @@ static KEYS: &[ConfigKey] = &[
         meaning: "Seed of the initial weights, which are rank 0's whatever the world size, and of each rank's own stream \
                   of random numbers, from which `fsdp_burn::nn::Dropout` draws. Not set: another one in every run.",
         cost: "None.",
-        kind: Kind::OptionalInteger { min: 0, get: |config| config.seed, set: |config, seed| config.seed = seed },
+        kind: Kind::OptionalInteger {
+            min: 0,
+            max: None,
+            get: |config| config.seed,
+            set: |config, seed| config.seed = seed,
+        },
     },
     ConfigKey {
         table: "prefetch",
@@ -195,6 +236,7 @@ static KEYS: &[ConfigKey] = &[
         cost: "Time: a unit that is not gathered ahead is waited for.",
         kind: Kind::OptionalInteger {
             min: 1,
+            max: None,
             get: |config| config.prefetch.max_bytes,
             set: |config, bytes| config.prefetch.max_bytes = bytes,
         },
@@ -440,6 +482,7 @@ mod tests {
         assert_eq!(
             optional,
             [
+                "rendezvous_port",
                 "mesh",
                 "seed",
                 "prefetch.max_bytes",

@@ -22,7 +22,7 @@ pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 pub use offload::{OffloadConfig, TierShares};
 
-use crate::{Dtype, LossScale, Mesh, Stage};
+use crate::{Dtype, Environment, LauncherChoice, LauncherError, LossScale, Mesh, Stage, Started};
 
 /// How a run is sharded, and how it trains. [`config_keys`] explains every key of the file.
 ///
@@ -48,8 +48,12 @@ use crate::{Dtype, LossScale, Mesh, Stage};
 pub struct Config {
     /// How much is sharded. Default: stage 3.
     pub stage: Stage,
-    /// Number of ranks, threads of this process. Default: 1.
+    /// Number of ranks. Default: 1, which leaves it to a launcher that has started several processes.
     pub world_size: usize,
+    /// Who has started the ranks. Default: whoever is found, else they are threads of this process.
+    pub launcher: LauncherChoice,
+    /// Port at which rank 0 waits for other processes. Default: `None`, the launcher's.
+    pub rendezvous_port: Option<u16>,
     /// The ranks as a grid whose sizes multiply to the world size. Default: `None`, all ranks along the shard axis.
     pub mesh: Option<Mesh>,
     /// Every wait of a collective ends after this many seconds. Default: 300.
@@ -121,6 +125,8 @@ impl Default for Config {
         Self {
             stage: Stage::default(),
             world_size: 1,
+            launcher: LauncherChoice::default(),
+            rendezvous_port: None,
             mesh: None,
             timeout_s: 300.0,
             threads_per_rank: 0,
@@ -234,6 +240,35 @@ impl Config {
         self.mesh.clone().unwrap_or_else(|| Mesh::one_dim(self.world_size))
     }
 
+    /// How the ranks of this configuration are started, by the environment of this process.
+    ///
+    /// # Errors
+    /// See [`Started::find`].
+    pub fn started(&self) -> Result<Started, LauncherError> {
+        let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        };
+        self.started_in(&std::env::vars_os().filter_map(text).collect())
+    }
+
+    /// As [`Config::started`], for a given environment.
+    ///
+    /// # Errors
+    /// See [`Started::find`].
+    pub fn started_in(&self, variables: &Environment) -> Result<Started, LauncherError> {
+        Started::find(variables, self.launcher, self.world_size, self.rendezvous_port)
+    }
+
+    /// This configuration with the world size that the launcher has decided.
+    #[must_use]
+    pub fn for_started(&self, started: &Started) -> Self {
+        let world_size = match started {
+            Started::Threads => self.world_size,
+            Started::Process(process) => process.world_size,
+        };
+        Self { world_size, ..self.clone() }
+    }
+
     /// [`Config::timeout_s`] as a duration.
     ///
     /// # Panics
@@ -259,7 +294,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Axis;
+    use crate::{Axis, Launcher};
 
     #[test]
     fn an_empty_file_means_all_defaults() {
@@ -275,6 +310,8 @@ mod tests {
         let toml = r#"
             stage = 1
             world_size = 6
+            launcher = "torchrun"
+            rendezvous_port = 4000
             mesh = { shard = 3, replicate = 2 }
             timeout_s = 2.5
             threads_per_rank = 2
@@ -298,7 +335,7 @@ mod tests {
             nvme_checksums = false
         "#;
         let json = r#"{
-            "stage": 1, "world_size": 6, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
+            "stage": 1, "world_size": 6, "launcher": "torchrun", "rendezvous_port": 4000, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
@@ -310,6 +347,8 @@ mod tests {
         let expected = Config {
             stage: Stage::OptimizerState,
             world_size: 6,
+            launcher: LauncherChoice::Only(Launcher::Torchrun),
+            rendezvous_port: Some(4000),
             mesh: Some(Mesh::new([(Axis::Shard, 3), (Axis::Replicate, 2)]).unwrap()),
             timeout_s: 2.5,
             threads_per_rank: 2,
@@ -421,6 +460,7 @@ mod tests {
         fn any_config()(
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
+            (launcher, rendezvous_port) in (0..5usize, proptest::option::of(1..u16::MAX)),
             (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
             seed in proptest::option::of(0..1usize << 62),
             (forward, backward) in (0..10usize, 0..10usize),
@@ -446,6 +486,8 @@ mod tests {
             Config {
                 stage: Stage::ALL[stage],
                 world_size: replicate * shard,
+                launcher: LauncherChoice::ALL[launcher],
+                rendezvous_port,
                 mesh: mesh.map(|axes| Mesh::new(axes).unwrap()),
                 timeout_s,
                 threads_per_rank,

@@ -86,6 +86,8 @@ mod tests {
             keys,
             r#"stage = 3
 world_size = 1
+launcher = "auto"
+# rendezvous_port is not set
 # mesh is not set
 timeout_s = 300.0
 threads_per_rank = 0

@@ -70,8 +70,8 @@ fn check_clipping(config: &Config, at: Location) -> Result<(), ConfigError> {
 fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> Result<(), ConfigError> {
     let (valid, got) = match key.kind {
         Kind::Integer { min, max, get, .. } => (is_between(get(config), min, max), get(config).to_string()),
-        Kind::OptionalInteger { min, get, .. } => match get(config) {
-            Some(integer) => (is_between(integer, min, None), integer.to_string()),
+        Kind::OptionalInteger { min, max, get, .. } => match get(config) {
+            Some(integer) => (is_between(integer, min, max), integer.to_string()),
             None => return Ok(()),
         },
         Kind::Number { min, max, get, .. } => ((min..=max).contains(&get(config)), format!("{:?}", get(config))),
@@ -156,10 +156,13 @@ impl Reader<'_> {
                     None => return Err(out_of_range(self.at(place), path, key.allowed(), integer.to_string())),
                 }
             }
-            (Kind::OptionalInteger { set, .. }, Value::Integer(integer)) => match usize::try_from(integer) {
-                Ok(number) => set(&mut self.config, Some(number)),
-                Err(_) => return Err(out_of_range(self.at(place), path, key.allowed(), integer.to_string())),
-            },
+            (&Kind::OptionalInteger { min, max, set, .. }, Value::Integer(integer)) => {
+                let number = usize::try_from(integer).ok().filter(|&number| is_between(number, min, max));
+                match number {
+                    Some(number) => set(&mut self.config, Some(number)),
+                    None => return Err(out_of_range(self.at(place), path, key.allowed(), integer.to_string())),
+                }
+            }
             (Kind::Number { set, .. }, Value::Number(number)) => set(&mut self.config, number),
             (Kind::Number { set, .. }, Value::Integer(integer)) => set(&mut self.config, integer as f64),
             (Kind::OptionalPositive { set, .. }, Value::Number(number)) => set(&mut self.config, Some(number)),
@@ -485,6 +488,10 @@ mod tests {
             ("timeout_s = nan", "`timeout_s` is NaN; it must be a number from 0.001 to 1e9 seconds"),
             ("timeout_s = inf", "`timeout_s` is inf; it must be a number from 0.001 to 1e9 seconds"),
             ("prefetch.forward = -1", "`prefetch.forward` is -1; it must be an integer of at least 0"),
+            (
+                "rendezvous_port = 65536",
+                "`rendezvous_port` is 65536; it must be an integer from 1 to 65535; leave the key out for none",
+            ),
             (
                 "prefetch.max_bytes = 0",
                 "`prefetch.max_bytes` is 0; it must be an integer of at least 1; leave the key out for none",

@@ -173,7 +173,9 @@ impl Job {
             let cut = unit.parameters.iter().filter(|param| !param.replicate);
             cut.map(|param| param.shape.iter().product::<usize>() as u64).sum::<u64>()
         };
-        let lens = |keep| self.shape.units.iter().filter(move |unit| unit.keep == keep).map(cut_len);
+        let whole_len = |parts: &[UnitShape]| parts.iter().map(cut_len).sum::<u64>();
+        let wholes = self.shape.units.chunk_by(|_, unit| unit.follows);
+        let lens = |keep| wholes.clone().filter(move |parts| parts[0].keep == keep).map(whole_len);
         let model = MemoryModel {
             stage,
             optimizer: self.optimizer,
@@ -248,7 +250,8 @@ impl Job {
             false => 0,
         };
         let trainable = unit.trainable_len() > 0;
-        UnitTraits { gathered_on_use, keep: unit.keep, trainable, prefetch: unit.prefetch, gathered_bytes }
+        let (keep, prefetch, follows) = (unit.keep, unit.prefetch, unit.follows);
+        UnitTraits { gathered_on_use, keep, trainable, prefetch, gathered_bytes, follows }
     }
 
     fn unit_work(&self, stage: Stage, unit: &UnitShape) -> UnitWork {

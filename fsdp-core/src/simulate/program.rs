@@ -69,7 +69,7 @@ pub struct StepRules {
 /// ```
 /// use fsdp_core::{Accumulate, Action, Instruction, PrefetchDepth, Program, Stage, StepRules, UnitTraits, Uses};
 ///
-/// let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 4096 };
+/// let unit = UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 4096, ..UnitTraits::default() };
 /// let rules = StepRules {
 ///     stage: Stage::Parameters,
 ///     depth: PrefetchDepth { forward: 1, backward: 1, max_bytes: None },

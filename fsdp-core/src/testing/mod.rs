@@ -4,5 +4,9 @@
 pub mod conformance;
 pub mod fuzz;
 mod harness;
+#[cfg(target_os = "linux")]
+mod loopback;
 
 pub use harness::{RankFailure, run_ranks, run_ranks_on};
+#[cfg(target_os = "linux")]
+pub use loopback::{Loopback, ThreadControl};

@@ -173,15 +173,15 @@ fn is_linked(file: &File) -> io::Result<bool> {
     Ok(file.metadata()?.nlink() > 0)
 }
 
-/// Removes files of ranks that this run does not have and nobody holds. What cannot be removed does no harm.
-fn remove_stale(dir: &Path, world_size: usize) {
+/// Removes files of ranks from `first` on that nobody holds. What cannot be removed does no harm.
+pub(super) fn remove_stale(dir: &Path, first: usize) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let rank = path.file_name().and_then(|name| name.to_str()).and_then(|name| {
             let number = name.strip_prefix("rank-")?.strip_suffix(SUFFIX)?;
             number.parse::<usize>().ok()
         });
-        if rank.is_some_and(|rank| rank >= world_size)
+        if rank.is_some_and(|rank| rank >= first)
             && let Ok(file) = File::open(&path)
             && is_free(&file)
         {

@@ -13,7 +13,7 @@ use bytes::Bytes;
 
 use super::chunk::{ALIGNMENT, padded};
 use super::engine::{Direction, Engine, NUM_THREADS, Threads};
-use super::file::RankFile;
+use super::file::{RankFile, remove_stale};
 use super::worker::{Command, Counters, Worker};
 use super::{Slot, TierEngine, TierError, Transfer};
 
@@ -136,6 +136,13 @@ impl fmt::Debug for Tier {
 }
 
 impl Tier {
+    /// Removes what ranks of a run have left in `dir` whose processes were killed, and the directory if nothing else is in it.
+    /// Files of ranks that are alive stay.
+    pub fn remove_abandoned(dir: &Path) {
+        remove_stale(dir, 0);
+        let _ = std::fs::remove_dir(dir);
+    }
+
     /// Makes and locks this rank's file, tries the disk, and starts the thread that serves it.
     ///
     /// # Errors

@@ -6,6 +6,7 @@ use std::time::Duration;
 use fsdp_core::testing::conformance::check_all;
 use fsdp_core::{Communicator, FaultPlan, Faulty, Link, LocalWorld, Recorder, Traffic};
 
+use crate::sockets;
 use crate::streamed::Streamed;
 
 fn wrapped(
@@ -17,6 +18,11 @@ fn wrapped(
 #[test]
 fn threads_keep_every_promise() {
     check_all(LocalWorld::connect);
+}
+
+#[test]
+fn sockets_keep_every_promise() {
+    check_all(|world_size, timeout| sockets::connect(world_size, timeout));
 }
 
 #[test]
@@ -37,4 +43,38 @@ fn a_slow_link_keeps_every_promise() {
 #[test]
 fn a_stream_keeps_every_promise() {
     check_all(wrapped(|comm| Streamed::create(comm).unwrap()));
+}
+
+/// Ranks that share memory as processes of a host do, on hosts `host_of(rank)`.
+#[cfg(target_os = "linux")]
+fn on_hosts(host_of: fn(usize) -> usize) -> impl Fn(usize, Duration) -> Vec<Arc<dyn Communicator>> {
+    move |world_size, timeout| {
+        let hosts: Vec<_> = (0..world_size).map(|rank| ["a", "b", "c", "d", "e"][host_of(rank)]).collect();
+        // Connecting takes longer on a loaded machine than the shortest timeout of a check.
+        fsdp_core::testing::Loopback::connect(&hosts, timeout).into_iter().map(Result::unwrap).collect()
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_of_one_host_keep_every_promise() {
+    check_all(on_hosts(|_| 0));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_of_as_many_hosts_keep_every_promise() {
+    check_all(on_hosts(|rank| rank));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_side_by_side_on_hosts_keep_every_promise() {
+    check_all(on_hosts(|rank| rank / 2));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_dealt_out_to_hosts_keep_every_promise() {
+    check_all(on_hosts(|rank| rank % 2));
 }

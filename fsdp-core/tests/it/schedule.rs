@@ -3,8 +3,14 @@
 use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 
-const UNIT: UnitTraits =
-    UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 100 };
+const UNIT: UnitTraits = UnitTraits {
+    gathered_on_use: true,
+    keep: false,
+    trainable: true,
+    prefetch: None,
+    gathered_bytes: 100,
+    follows: false,
+};
 const KEPT: UnitTraits = UnitTraits { keep: true, ..UNIT };
 /// At stages 0 to 2 every unit is there all the time.
 const RESIDENT: UnitTraits = UnitTraits { gathered_on_use: false, ..UNIT };
@@ -478,4 +484,42 @@ fn evaluation_uses_the_order_and_leaves_it_alone() {
     schedule.forget_gathered();
     let expected = third_step(&mut self::schedule(&[UNIT; 3], 1), &[0, 1, 2])[0].clone();
     assert_eq!(forward(&mut schedule, &[0, 1, 2]), expected);
+}
+
+/// Units 1 to 3 are one block.
+const PART: UnitTraits = UnitTraits { follows: true, ..UNIT };
+
+#[test]
+fn parts_are_gathered_ahead_together_and_freed_together() {
+    let mut schedule = schedule(&[UNIT, UNIT, PART, PART, UNIT, UNIT], 1);
+    let [forward, backward, _] = third_step(&mut schedule, &[0, 1, 2, 1, 3, 4, 5]);
+    let from = |actions: &[Action], of: Action| actions.iter().position(|&action| action == of).unwrap();
+    // What a depth of 1 gathers ahead is the whole block, and then the next one while any part of it is in use.
+    assert_eq!(forward[..5], [Gather(0), Gather(1), Gather(2), Gather(3), WaitGather(0)]);
+    assert_eq!(forward[5..9], [Free(0), Gather(4), WaitGather(1), WaitGather(2)]);
+    assert!(from(&forward, Free(1)) > from(&forward, WaitGather(3)), "used again after another part");
+    assert_eq!(backward.iter().filter(|&&action| action == Gather(1)).count(), 1);
+}
+
+#[test]
+fn a_part_is_reduced_and_stepped_while_the_next_one_computes() {
+    let mut schedule = schedule(&[UNIT, PART, PART, UNIT], 1);
+    schedule.set_first_uses(vec![0, 1, 2, 3]);
+    let order = [0, 1, 2, 3];
+    let [_, backward, step] = third_step(&mut schedule, &order);
+    let communication: Vec<_> =
+        backward.into_iter().filter(|action| matches!(action, Reduce(_) | WaitReduce(_))).collect();
+    // The unit before them may be under way until the whole block is complete: two units of gradients, as without parts.
+    assert_eq!(communication, [Reduce(3), Reduce(2), Reduce(1), WaitReduce(3), Reduce(0)]);
+    let last: Vec<_> = [2, 1, 0].into_iter().flat_map(|part| [WaitReduce(part), Step(part), Gather(part)]).collect();
+    assert_eq!(step, [&[Step(3), Gather(3)], &last[..]].concat());
+}
+
+#[test]
+fn a_unit_after_parts_waits_for_all_of_them() {
+    let mut schedule = schedule(&[UNIT, UNIT, PART], 0);
+    let [_, backward, _] = third_step(&mut schedule, &[0, 1, 2]);
+    let communication: Vec<_> =
+        backward.into_iter().filter(|action| matches!(action, Reduce(_) | WaitReduce(_))).collect();
+    assert_eq!(communication, [Reduce(2), Reduce(1), WaitReduce(2), WaitReduce(1), Reduce(0)]);
 }

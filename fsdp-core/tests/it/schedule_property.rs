@@ -1,5 +1,7 @@
 //! The schedule: that no sequence of calls breaks it.
 
+use std::collections::BTreeSet;
+
 use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 use proptest::prelude::*;
@@ -42,9 +44,16 @@ struct Checker {
     in_backward: bool,
     /// The last reduction that backward has started.
     last_reduced: Option<UnitIndex>,
+    /// Unit 0 and those after it are parts of one whole, as many as this.
+    num_following: usize,
 }
 
 impl Checker {
+    /// The first part of the whole that a unit is a part of.
+    fn whole(&self, unit: UnitIndex) -> UnitIndex {
+        if unit <= self.num_following { 0 } else { unit }
+    }
+
     fn run(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
@@ -62,9 +71,12 @@ impl Checker {
                 }
                 Reduce(unit) => {
                     assert!(!self.reducing[unit], "{unit} is reduced twice at once");
-                    // In backward, the reduction before must be done. What an earlier backward left when it ended may be
-                    // under way still.
-                    assert!(self.last_reduced.is_none_or(|last| !self.reducing[last]), "two reductions at once");
+                    // In backward, the reduction before must be done, unless one of both is a part. What an earlier backward
+                    // left when it ended may be under way still.
+                    let is_part = |unit| self.num_following > 0 && self.whole(unit) == 0;
+                    let is_done = |last: UnitIndex| !self.reducing[last] || is_part(last) && is_part(unit);
+                    let is_last_part = unit == 0 || !is_part(unit);
+                    assert!(!is_last_part || self.last_reduced.is_none_or(is_done), "two reductions at once");
                     self.last_reduced = self.in_backward.then_some(unit);
                     self.reducing[unit] = true;
                 }
@@ -83,7 +95,9 @@ impl Checker {
     /// What the next forward starts with: kept units, those that take a place in the window, and the first one.
     fn assert_at_most_gathered(&self, units: &[UnitTraits], depth: usize) {
         let here = |&unit: &UnitIndex| self.gathered[unit] || self.under_way[unit];
-        let num_passing = (0..NUM_UNITS).filter(here).filter(|&unit| !units[unit].keep).count();
+        let passing: BTreeSet<_> =
+            (0..NUM_UNITS).filter(here).filter(|&unit| !units[unit].keep).map(|unit| self.whole(unit)).collect();
+        let num_passing = passing.len();
         let most = units.iter().map(|unit| unit.prefetch.unwrap_or(depth)).max().unwrap_or(0);
         assert!(num_passing <= 1 + most && (most > 0 || num_passing == 0), "{num_passing} at depth {most}");
     }
@@ -102,16 +116,20 @@ proptest! {
         max_bytes in proptest::option::of(1..500usize),
         first_uses in Just((0..NUM_UNITS).collect::<Vec<_>>()).prop_shuffle(),
         stage in 0..4usize,
+        num_following in 0..NUM_UNITS,
     ) {
         let stage = Stage::ALL[stage];
         let unit = |&(keep, trainable, prefetch): &(bool, bool, Option<usize>)| UnitTraits {
-            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100,
+            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100, follows: false,
         };
-        let units: Vec<UnitTraits> = traits.iter().map(unit).collect();
+        let mut units: Vec<UnitTraits> = traits.iter().map(unit).collect();
+        // The parts of one whole are alike.
+        let first = units[0];
+        units[1..=num_following].fill(UnitTraits { follows: true, ..first });
         let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
         schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
         schedule.set_first_uses(first_uses);
-        let mut checker = Checker::default();
+        let mut checker = Checker { num_following, ..Checker::default() };
         let mut in_backward = false;
         for call in calls {
             let mut needed = None;

@@ -5,8 +5,14 @@ use fsdp_core::Action::{
 };
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitTiers, UnitTraits};
 
-const UNIT: UnitTraits =
-    UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 100 };
+const UNIT: UnitTraits = UnitTraits {
+    gathered_on_use: true,
+    keep: false,
+    trainable: true,
+    prefetch: None,
+    gathered_bytes: 100,
+    follows: false,
+};
 const ALL: UnitTiers = UnitTiers { blocks: true, gradients: true, state: true };
 const NUM_UNITS: usize = 4;
 

@@ -48,13 +48,14 @@ fn engine_step(schedule: &mut Schedule, units: &[UnitTraits], rules: &StepRules,
 }
 
 fn any_unit() -> impl Strategy<Value = UnitTraits> {
-    (any::<bool>(), any::<bool>(), any::<bool>(), proptest::option::of(0..3usize), 1..5usize).prop_map(
-        |(gathered_on_use, keep, trainable, prefetch, size)| UnitTraits {
+    (any::<[bool; 4]>(), proptest::option::of(0..3usize), 1..5usize).prop_map(
+        |([gathered_on_use, keep, trainable, follows], prefetch, size)| UnitTraits {
             gathered_on_use,
             keep,
             trainable,
             prefetch,
             gathered_bytes: if gathered_on_use { 100 * size } else { 0 },
+            follows,
         },
     )
 }
@@ -91,7 +92,7 @@ proptest! {
 
 #[test]
 fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
-    let unit = UnitTraits { gathered_on_use: true, keep: false, trainable: true, prefetch: None, gathered_bytes: 8 };
+    let unit = UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 8, ..UnitTraits::default() };
     let rules = StepRules {
         stage: Stage::Parameters,
         depth: PrefetchDepth { forward: 1, backward: 1, max_bytes: None },

@@ -246,6 +246,36 @@ impl Trial for RecomputedGpt {
     }
 }
 
+/// A first unit that is large enough to travel in parts, used in forward and computed again in backward.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct Wide {
+    #[shard(unit)]
+    first: Feed,
+    #[shard(unit)]
+    second: Linear,
+    head: Linear,
+}
+
+const WIDE: usize = 1024;
+
+impl Trial for Wide {
+    fn build(device: &Device) -> Self {
+        let linear = |from, to| LinearConfig::new(from, to).init(device);
+        Self {
+            first: Feed { up: linear(WIDE / 2, WIDE), down: linear(WIDE, WIDE / 2) },
+            second: linear(WIDE / 2, 8),
+            head: linear(8, 3),
+        }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let feed = |feed: &Feed, x| feed.down.forward(relu(feed.up.forward(x)));
+        let x = feed(&self.first, rows(batch + 1, samples.clone(), WIDE / 2, device));
+        let x = recompute(&self.first, x, feed);
+        distance(self.head.forward(relu(self.second.forward(x))), batch, samples, device)
+    }
+}
+
 /// Parameters smaller than the number of ranks, parameters without elements, and a vector of five.
 #[derive(Module, Debug, Sharded)]
 pub(crate) struct Tiny {

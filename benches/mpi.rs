@@ -1,0 +1,267 @@
+//! How fast the collectives between processes are, beside those of the MPI library that carries them.
+//!
+//! `cargo bench --features fsdp-benches/mpi --bench mpi --no-run`, then `mpirun -n 2 target/release/deps/mpi-...`
+//!
+//! The same ranks gather and reduce the same tensors of float32 by turns: with `MPI_Allgather` and with ours, with
+//! `MPI_Reduce_scatter_block` and with ours. What is read takes turns through so many tensors that a cache does not hold
+//! them, as in a training step; what is written goes to a buffer that is used again. A time is that of the slowest rank, and
+//! the median of all repetitions counts. Bandwidth is the size of the whole tensor by that time.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use clap::Parser;
+use fsdp_benches::{load_average, median};
+use fsdp_core::{
+    CommError, Communicator, Dtype, GatherPart, Mpi, MpiWorld, OpTag, Phase, Reduce, ReducePart, ShardLayout,
+};
+use mpi::collective::SystemOperation;
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::CommunicatorCollectives;
+use serde::Serialize;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Operations are repeated back to back until they have moved about this much, so that the clock sees enough.
+const BATCH_BYTES: usize = 64 << 20;
+
+/// Tensors that together are so large are not in a cache when their turn comes again.
+const COLD_BYTES: usize = 256 << 20;
+
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+#[derive(Clone, Debug, Parser)]
+struct Args {
+    /// Smallest tensor, in KiB.
+    #[arg(long, default_value_t = 1 << 10)]
+    min_kib: usize,
+    /// Largest tensor, in KiB. Sizes are powers of four times the smallest.
+    #[arg(long, default_value_t = 64 << 10)]
+    max_kib: usize,
+    /// Measurements of each size, of which the median counts.
+    #[arg(long, default_value_t = 9)]
+    repetitions: usize,
+    /// Fails if a collective of ours is not so many times as fast as the library's.
+    #[arg(long)]
+    at_least: Option<f64>,
+    /// Writes all results to this file.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Set by cargo.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+enum Work {
+    Allgather,
+    AllGather,
+    ReduceScatterBlock,
+    ReduceScatter,
+}
+
+impl Work {
+    const ALL: [Work; 4] = [Work::Allgather, Work::AllGather, Work::ReduceScatterBlock, Work::ReduceScatter];
+    /// The library's, and ours.
+    const PAIRS: [[Work; 2]; 2] = [[Work::Allgather, Work::AllGather], [Work::ReduceScatterBlock, Work::ReduceScatter]];
+
+    fn name(self) -> &'static str {
+        match self {
+            Work::Allgather => "MPI_Allgather",
+            Work::AllGather => "all-gather",
+            Work::ReduceScatterBlock => "MPI_Reduce_scatter_block",
+            Work::ReduceScatter => "reduce-scatter",
+        }
+    }
+}
+
+/// Medians of one size.
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    work: Work,
+    /// Bytes of the whole tensor.
+    tensor_bytes: usize,
+    seconds: f64,
+    library_seconds: f64,
+    /// How many times as fast as the library.
+    ratio: f64,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args = Args::parse();
+    let mpi = Mpi::start()?;
+    let control = MpiWorld::control(TIMEOUT)?;
+    let comm = MpiWorld::connect(control.clone(), TIMEOUT)?;
+    let (rank, world_size) = (comm.rank(), comm.world_size());
+    let library = mpi.call(mpi::environment::library_version).and_then(Result::ok).unwrap_or_default();
+    let library = library.lines().next().unwrap_or_default().trim().to_owned();
+    if rank == 0 {
+        println!("{world_size} ranks, {library}, medians of {}, load average {}", args.repetitions, load_average());
+        println!("{:>25} {:>11} {:>11} {:>9} {:>12} {:>7}", "", "tensor KiB", "µs", "GB/s", "library GB/s", "ratio");
+    }
+    let mut rows = Vec::new();
+    let sizes = std::iter::successors(Some(args.min_kib.max(1)), |kib| kib.checked_mul(4));
+    for kib in sizes.take_while(|&kib| kib <= args.max_kib) {
+        for row in measure(&args, &mpi, &comm, kib << 10)? {
+            let rate = |seconds: f64| row.tensor_bytes as f64 / seconds / 1e9;
+            if rank == 0 {
+                println!(
+                    "{:>25} {kib:>11} {:>11.1} {:>9.2} {:>12.2} {:>6.1}x",
+                    row.work.name(),
+                    row.seconds * 1e6,
+                    rate(row.seconds),
+                    rate(row.library_seconds),
+                    row.ratio,
+                );
+            }
+            rows.push(row);
+        }
+    }
+    comm.leave();
+    control.finish()?;
+    if let Some(file) = args.json.as_ref().filter(|_| rank == 0) {
+        let all = serde_json::json!({ "ranks": world_size, "library": library, "rows": rows });
+        std::fs::write(file, serde_json::to_string_pretty(&all)?)?;
+    }
+    let slowest = rows.iter().map(|row| row.ratio).fold(f64::INFINITY, f64::min);
+    match args.at_least {
+        Some(least) if slowest < least => Err(format!("{slowest:.2} times as fast, less than {least}").into()),
+        _ => Ok(()),
+    }
+}
+
+/// All kinds of work take turns, so that whatever else the machine does slows all of them alike.
+fn measure(
+    args: &Args,
+    mpi: &Arc<Mpi>,
+    comm: &Arc<dyn Communicator>,
+    tensor_bytes: usize,
+) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
+    let mut work = RankWork::new(mpi.clone(), comm.clone(), tensor_bytes);
+    let batch = (BATCH_BYTES / tensor_bytes).clamp(1, 64);
+    let mut seconds: Vec<[f64; 4]> = Vec::new();
+    // The first round is not counted.
+    for repetition in 0..=args.repetitions {
+        let mut of_repetition = [0.0; 4];
+        for (kind, seconds) in Work::ALL.into_iter().zip(&mut of_repetition) {
+            comm.barrier(&tag())?;
+            let start = Instant::now();
+            work.run(kind, batch)?;
+            *seconds = start.elapsed().as_secs_f64() / batch as f64;
+        }
+        if repetition > 0 {
+            seconds.push(slowest(&**comm, of_repetition)?);
+        }
+    }
+    let of = |work: Work| {
+        let place = Work::ALL.iter().position(|&other| other == work).unwrap_or_default();
+        median(&seconds.iter().map(|seconds| seconds[place]).collect::<Vec<_>>())
+    };
+    let row = |[library, work]: [Work; 2]| {
+        let (library_seconds, seconds) = (of(library), of(work));
+        Row { work, tensor_bytes, seconds, library_seconds, ratio: library_seconds / seconds }
+    };
+    Ok(Work::PAIRS.map(row).into())
+}
+
+/// Of each kind of work, the time of the rank that took longest.
+fn slowest(comm: &dyn Communicator, seconds: [f64; 4]) -> Result<[f64; 4], CommError> {
+    let layout = ShardLayout::new(&[comm.world_size() * 4], 0, comm.world_size());
+    let shard = seconds.iter().flat_map(|seconds| seconds.to_ne_bytes()).collect();
+    let all = comm.all_gather(&tag(), &[GatherPart { shard, layout, elem_bytes: 8 }])?.remove(0);
+    let mut slowest = [0.0_f64; 4];
+    for (place, bytes) in all.as_chunks::<8>().0.iter().enumerate() {
+        slowest[place % 4] = slowest[place % 4].max(f64::from_ne_bytes(*bytes));
+    }
+    Ok(slowest)
+}
+
+fn tag() -> OpTag {
+    OpTag::new(0, Phase::Control, "bench")
+}
+
+/// One rank with its data: as many tensors as take turns, side by side.
+struct RankWork {
+    mpi: Arc<Mpi>,
+    comm: Arc<dyn Communicator>,
+    layout: ShardLayout,
+    tensor_bytes: usize,
+    num_tensors: usize,
+    /// Whose turn it is.
+    next: usize,
+    tensors: Bytes,
+    values: Arc<Vec<f32>>,
+    target: Arc<Mutex<Vec<f32>>>,
+}
+
+impl RankWork {
+    fn new(mpi: Arc<Mpi>, comm: Arc<dyn Communicator>, tensor_bytes: usize) -> Self {
+        let num_tensors = (COLD_BYTES / tensor_bytes).max(1);
+        let world_size = comm.world_size();
+        // The library's collectives want equal blocks.
+        let len = tensor_bytes / 4 / world_size * world_size;
+        Self {
+            mpi,
+            layout: ShardLayout::new(&[len], 0, world_size),
+            // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
+            tensors: Bytes::from(1.0_f32.to_ne_bytes().repeat(num_tensors * len)),
+            values: Arc::new(vec![1.0; num_tensors * len]),
+            target: Arc::new(Mutex::new(vec![2.0; len])),
+            next: 0,
+            num_tensors,
+            tensor_bytes: 4 * len,
+            comm,
+        }
+    }
+
+    /// Where the tensor whose turn it is begins.
+    fn turn(&mut self) -> usize {
+        let start = self.next * self.tensor_bytes;
+        self.next = (self.next + 1) % self.num_tensors;
+        start
+    }
+
+    fn run(&mut self, work: Work, times: usize) -> Result<(), Box<dyn std::error::Error>> {
+        let starts: Vec<usize> = (0..times).map(|_| self.turn()).collect();
+        match work {
+            Work::AllGather | Work::ReduceScatter => starts.into_iter().try_for_each(|start| self.once(work, start))?,
+            Work::Allgather | Work::ReduceScatterBlock => {
+                let (values, target) = (self.values.clone(), self.target.clone());
+                let len = self.tensor_bytes / 4;
+                let block_len = len / self.comm.world_size();
+                let run = move || {
+                    let world = SimpleCommunicator::world();
+                    let mut target = target.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    for start in starts {
+                        let tensor = &values[start / 4..start / 4 + len];
+                        match work {
+                            Work::Allgather => world.all_gather_into(&tensor[..block_len], &mut target[..]),
+                            _ => {
+                                let block = &mut target[..block_len];
+                                world.reduce_scatter_block_into(tensor, block, SystemOperation::sum());
+                            }
+                        }
+                    }
+                };
+                self.mpi.call(run).ok_or("a collective of the library panicked")?;
+            }
+        }
+        Ok(())
+    }
+
+    fn once(&mut self, work: Work, start: usize) -> Result<(), CommError> {
+        let layout = self.layout.clone();
+        if work == Work::AllGather {
+            let block_bytes = layout.shard_len(self.comm.rank()) * 4;
+            let part = GatherPart { shard: self.tensors.slice(start..start + block_bytes), layout, elem_bytes: 4 };
+            return self.comm.all_gather(&tag(), &[part]).map(drop);
+        }
+        let full = self.tensors.slice(start..start + self.tensor_bytes);
+        self.comm.reduce_scatter(&tag(), &[ReducePart { full, layout, dtype: Dtype::F32 }], Reduce::SUM).map(drop)
+    }
+}

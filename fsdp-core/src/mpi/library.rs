@@ -1,0 +1,482 @@
+//! The thread that speaks MPI: frames and payloads between any two ranks. See [Note: One thread speaks MPI].
+
+use std::ffi::{c_int, c_void};
+use std::fmt::{self, Debug};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mpi::ffi;
+
+use crate::hosts::{self, Frame, Inbox, Key, Network, Payload, Receipt, Span};
+use crate::{AbortCause, CommError, Control, Issued, OpTag, Phase};
+
+/// Of a frame; payloads have others.
+const FRAME_TAG: u64 = 1;
+
+/// Payloads take tags by turns, as many as every MPI library has.
+const PAYLOAD_TAGS: std::ops::Range<u64> = 2..32_000;
+
+/// Numbers in front of a frame's head: its key, the bytes of the payload, and the payload's tag.
+const FRAME_NUMBERS: usize = 6;
+
+/// The longest pause between two looks at requests.
+const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
+/// How long MPI may take to end after a run was aborted, since a rank that is gone does not take part.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// MPI in this process: ranks, and messages between them.
+#[derive(Debug)]
+pub struct Mpi {
+    rank: usize,
+    world_size: usize,
+    inbox: Inbox,
+    orders: Mutex<Orders>,
+    /// A world was aborted.
+    aborted: AtomicBool,
+}
+
+#[derive(Default)]
+struct Orders {
+    new: Vec<Order>,
+    calls: Vec<Box<dyn FnOnce() + Send>>,
+    next_tag: u64,
+    end: bool,
+    ended: bool,
+}
+
+impl Debug for Orders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} orders and {} calls", self.new.len(), self.calls.len())
+    }
+}
+
+/// What the thread is to do.
+#[derive(Debug)]
+struct Order {
+    peer: usize,
+    tag: u64,
+    bytes: Payload,
+    /// `None` sends, else receives.
+    receipt: Option<Receipt>,
+}
+
+static MPI: OnceLock<Result<Arc<Mpi>, String>> = OnceLock::new();
+
+impl Mpi {
+    /// Initialises MPI, or returns what is.
+    ///
+    /// # Errors
+    /// [`CommError::Engine`] if the library refuses, or the program has initialised MPI itself.
+    pub fn start() -> Result<Arc<Self>, CommError> {
+        let mpi = MPI.get_or_init(|| {
+            let (started, start) = channel();
+            let spawned = thread::Builder::new().name("mpi".to_owned()).spawn(move || run(&started));
+            spawned.map_err(|error| format!("its thread cannot be started: {error}"))?;
+            let mpi = start.recv().unwrap_or_else(|_| Err("its thread has ended".to_owned()))?;
+            // SAFETY: The function may be called at any time, from any thread.
+            unsafe { libc::atexit(end_at_exit) };
+            Ok(mpi)
+        });
+        mpi.as_ref().cloned().map_err(|message| {
+            let tag = OpTag::new(0, Phase::Init, "connect");
+            CommError::Engine { rank: 0, tag, message: format!("MPI: {message}") }
+        })
+    }
+
+    /// Tells every rank some text, and returns what each rank has told. Every rank makes the call, as often as the others.
+    ///
+    /// # Errors
+    /// [`CommError::Timeout`] if a process does not come, [`CommError::Engine`] if MPI fails.
+    pub fn exchange(&self, text: &str, timeout: Duration) -> Result<Vec<String>, CommError> {
+        hosts::exchange(self, self.inbox.next_world(), 0, text, timeout)
+    }
+
+    /// Runs a function on the thread that speaks MPI, as the only one that may call the library. `None` if it panics or MPI
+    /// has ended.
+    ///
+    /// Meanwhile the ranks' own messages wait.
+    pub fn call<T: Send + 'static>(&self, function: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let (sender, result) = channel();
+        let run = move || {
+            // Whoever calls waits for this.
+            let _ = sender.send(function());
+        };
+        self.orders().calls.push(Box::new(run));
+        self.inbox.wake_engine();
+        result.recv().ok()
+    }
+
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send_frame(&self, orders: &mut Orders, to: usize, key: Key, payload: [u64; 2], head: &[u8]) {
+        let numbers = [key.world, key.domain, key.op, key.stage].into_iter().chain(payload);
+        let bytes: Vec<u8> = numbers.flat_map(u64::to_le_bytes).chain(head.iter().copied()).collect();
+        let span = Span { start: bytes.as_ptr().cast_mut(), len: bytes.len() };
+        // SAFETY: The span is what is kept, which nobody writes.
+        let bytes = unsafe { Payload::new([span], bytes) };
+        orders.new.push(Order { peer: to, tag: FRAME_TAG, bytes, receipt: None });
+    }
+}
+
+impl Network for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn host(&self) -> String {
+        // Ranks that see each other's processes can map each other's memory.
+        let files = ["/proc/sys/kernel/hostname", "/proc/sys/kernel/random/boot_id"];
+        let texts = files.map(|file| std::fs::read_to_string(file).unwrap_or_default().trim().to_owned());
+        let processes = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        format!("{} {} {}", texts[0], texts[1], processes.display())
+    }
+
+    fn send(&self, to: usize, key: Key, head: Vec<u8>, payload: Option<Payload>) {
+        let mut orders = self.orders();
+        let num_bytes = payload.as_ref().map_or(0, Payload::len);
+        let tag = PAYLOAD_TAGS.start + orders.next_tag % (PAYLOAD_TAGS.end - PAYLOAD_TAGS.start);
+        self.send_frame(&mut orders, to, key, [num_bytes as u64, tag], &head);
+        if let Some(bytes) = payload.filter(|payload| !payload.is_empty()) {
+            orders.next_tag += 1;
+            orders.new.push(Order { peer: to, tag, bytes, receipt: None });
+        }
+        drop(orders);
+        self.inbox.wake_engine();
+    }
+
+    fn receive(&self, from: usize, frame: Frame, payload: Payload) -> Receipt {
+        let receipt = Receipt::default();
+        if payload.is_empty() {
+            self.inbox.complete(&receipt);
+            return receipt;
+        }
+        let order = Order { peer: from, tag: frame.tag, bytes: payload, receipt: Some(receipt.clone()) };
+        self.orders().new.push(order);
+        self.inbox.wake_engine();
+        receipt
+    }
+
+    fn leave(&self, to: usize, world: u64) {
+        self.send_frame(&mut self.orders(), to, Key { world, ..LEFT }, [0, 0], &[]);
+        self.inbox.wake_engine();
+    }
+
+    fn inbox(&self) -> &Inbox {
+        &self.inbox
+    }
+}
+
+/// The key of a frame that says that its sender makes no further call.
+const LEFT: Key = Key { world: 0, domain: 0, op: u64::MAX, stage: u64::MAX };
+
+/// Notes that a run was aborted, so that the end of MPI does not wait for ranks that are gone.
+#[derive(Debug)]
+pub(super) struct Noted {
+    pub(super) control: Arc<dyn Control>,
+    pub(super) mpi: Arc<Mpi>,
+}
+
+impl Control for Noted {
+    fn abort(&self, cause: AbortCause) {
+        self.mpi.aborted.store(true, Ordering::Relaxed);
+        self.control.abort(cause);
+    }
+
+    fn aborted(&self) -> Option<AbortCause> {
+        let cause = self.control.aborted();
+        if cause.is_some() {
+            self.mpi.aborted.store(true, Ordering::Relaxed);
+        }
+        cause
+    }
+
+    fn leave(&self) {
+        self.control.leave();
+    }
+
+    fn waiting(&self, operation: Option<Issued>) {
+        self.control.waiting(operation);
+    }
+}
+
+/// Ends MPI when the process exits. As with any MPI program, a process that is done waits here for the others; when one of
+/// them dies, the launcher ends all. After an abort nobody is waited for.
+extern "C" fn end_at_exit() {
+    let Some(Ok(mpi)) = MPI.get() else { return };
+    mpi.orders().end = true;
+    mpi.inbox.wake_engine();
+    let start = Instant::now();
+    // The thread gives up on others after the limit, and then MPI itself has as long again.
+    while !mpi.orders().ended && !(mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > 2 * END_LIMIT) {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The thread that speaks MPI.
+fn run(started: &Sender<Result<Arc<Mpi>, String>>) {
+    let mut engine = match Engine::init() {
+        Ok(engine) => engine,
+        Err(message) => {
+            // Whoever started the thread waits for this.
+            let _ = started.send(Err(message));
+            return;
+        }
+    };
+    let _ = started.send(Ok(engine.mpi.clone()));
+    let served = engine.serve();
+    let mpi = engine.mpi.clone();
+    if let Err(message) = served {
+        mpi.inbox.fail(format!("MPI: {message}"));
+    }
+    // SAFETY: On the thread that has initialised MPI; after this it makes no call.
+    let code = unsafe { ffi::MPI_Finalize() };
+    if let Err(message) = check(code, "MPI_Finalize") {
+        tracing::warn!("{message}");
+    }
+    mpi.orders().ended = true;
+}
+
+/// Requests under way.
+struct Engine {
+    mpi: Arc<Mpi>,
+    comm: ffi::MPI_Comm,
+    requests: Vec<ffi::MPI_Request>,
+    /// What each request needs, in their order.
+    flights: Vec<Flight>,
+}
+
+struct Flight {
+    receipt: Option<Receipt>,
+    datatype: Option<ffi::MPI_Datatype>,
+    /// Alive until the request is done.
+    _bytes: Payload,
+}
+
+// Every call below is made on the thread that has initialised MPI, before it is finalised. Addresses that are handed over
+// are those of variables that live during the call, or of memory that a flight keeps until its request is done.
+impl Engine {
+    fn init() -> Result<Self, String> {
+        let (mut is_initialized, mut level, mut rank, mut world_size) = (0, 0, 0, 0);
+        // SAFETY: May be called at any time.
+        check(unsafe { ffi::MPI_Initialized(&mut is_initialized) }, "MPI_Initialized")?;
+        if is_initialized != 0 {
+            return Err("the program has initialised it; remove that, it is done here".to_owned());
+        }
+        let no_arguments = std::ptr::null_mut();
+        // SAFETY: It was not initialised before, and arguments may be missing.
+        let code =
+            unsafe { ffi::MPI_Init_thread(no_arguments, no_arguments.cast(), ffi::RSMPI_THREAD_FUNNELED, &mut level) };
+        check(code, "MPI_Init_thread")?;
+        // SAFETY: See above.
+        unsafe {
+            let mut comm = ffi::RSMPI_COMM_WORLD;
+            check(ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, &mut comm), "MPI_Comm_dup")?;
+            check(ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN), "MPI_Comm_set_errhandler")?;
+            check(ffi::MPI_Comm_rank(comm, &mut rank), "MPI_Comm_rank")?;
+            check(ffi::MPI_Comm_size(comm, &mut world_size), "MPI_Comm_size")?;
+            let mpi = Mpi {
+                rank: rank as usize,
+                world_size: world_size as usize,
+                inbox: Inbox::default(),
+                orders: Mutex::default(),
+                aborted: AtomicBool::new(false),
+            };
+            Ok(Self { mpi: Arc::new(mpi), comm, requests: Vec::new(), flights: Vec::new() })
+        }
+    }
+
+    /// Until the process exits.
+    fn serve(&mut self) -> Result<(), String> {
+        let mut pause = Duration::ZERO;
+        let mut end: Option<Instant> = None;
+        loop {
+            let (new, calls, is_end) = {
+                let mut orders = self.mpi.orders();
+                (std::mem::take(&mut orders.new), std::mem::take(&mut orders.calls), orders.end)
+            };
+            let mut has_worked = !new.is_empty() || !calls.is_empty();
+            for order in new {
+                self.begin(order)?;
+            }
+            for call in calls {
+                // Its caller is told by the channel that is dropped.
+                let _ = catch_unwind(AssertUnwindSafe(call));
+            }
+            has_worked |= self.take_frames()?;
+            has_worked |= self.test()?;
+            if is_end && end.is_none() {
+                // When all ranks have come here, nobody sends any more.
+                end = Some(Instant::now());
+                self.barrier()?;
+            }
+            if let Some(end) = end
+                && (self.requests.is_empty() || self.mpi.aborted.load(Ordering::Relaxed) && end.elapsed() > END_LIMIT)
+            {
+                return self.take_frames().map(drop);
+            }
+            if has_worked {
+                pause = Duration::ZERO;
+            } else if self.requests.is_empty() && !self.mpi.inbox.is_awaited() {
+                self.mpi.inbox.sleep_engine(None);
+            } else if pause.is_zero() {
+                pause = Duration::from_micros(1);
+                thread::yield_now();
+            } else {
+                self.mpi.inbox.sleep_engine(Some(pause));
+                pause = (2 * pause).min(LONGEST_PAUSE);
+            }
+        }
+    }
+
+    fn begin(&mut self, order: Order) -> Result<(), String> {
+        let Order { peer, tag, bytes, receipt } = order;
+        let (peer, tag) = (peer as c_int, tag as c_int);
+        let (start, count, datatype) = match bytes.spans() {
+            [span] if c_int::try_from(span.len).is_ok() => (span.start.cast(), span.len as c_int, None),
+            spans => (std::ptr::null_mut::<c_void>(), 1, Some(datatype_of(spans)?)),
+        };
+        // SAFETY: See above. A datatype of absolute addresses is used with the address zero.
+        unsafe {
+            let mut request = ffi::RSMPI_REQUEST_NULL;
+            let kind = datatype.unwrap_or(ffi::RSMPI_UINT8_T);
+            let code = match receipt {
+                None => ffi::MPI_Isend(start, count, kind, peer, tag, self.comm, &mut request),
+                Some(_) => ffi::MPI_Irecv(start, count, kind, peer, tag, self.comm, &mut request),
+            };
+            check(code, if receipt.is_none() { "MPI_Isend" } else { "MPI_Irecv" })?;
+            self.requests.push(request);
+        }
+        self.flights.push(Flight { receipt, datatype, _bytes: bytes });
+        Ok(())
+    }
+
+    /// Begins a barrier, which is a request as others.
+    fn barrier(&mut self) -> Result<(), String> {
+        // SAFETY: See above.
+        unsafe {
+            let mut request = ffi::RSMPI_REQUEST_NULL;
+            check(ffi::MPI_Ibarrier(self.comm, &mut request), "MPI_Ibarrier")?;
+            self.requests.push(request);
+        }
+        // SAFETY: There is no memory.
+        let bytes = unsafe { Payload::new([], ()) };
+        self.flights.push(Flight { receipt: None, datatype: None, _bytes: bytes });
+        Ok(())
+    }
+
+    /// Delivers the frames that have arrived; tells whether there was one.
+    fn take_frames(&mut self) -> Result<bool, String> {
+        let mut any = false;
+        loop {
+            let (mut found, mut count) = (0, 0);
+            // SAFETY: See above. A status is plain numbers.
+            let (bytes, source) = unsafe {
+                let mut message = ffi::RSMPI_MESSAGE_NULL;
+                let mut status: ffi::MPI_Status = std::mem::zeroed();
+                let tag = FRAME_TAG as c_int;
+                let code =
+                    ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, tag, self.comm, &mut found, &mut message, &mut status);
+                check(code, "MPI_Improbe")?;
+                if found == 0 {
+                    return Ok(any);
+                }
+                check(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut count), "MPI_Get_count")?;
+                let mut bytes = vec![0; count as usize];
+                let ignore = ffi::RSMPI_STATUS_IGNORE;
+                let code = ffi::MPI_Mrecv(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, &mut message, ignore);
+                check(code, "MPI_Mrecv")?;
+                (bytes, status.MPI_SOURCE as usize)
+            };
+            any = true;
+            self.deliver(source, &bytes)?;
+        }
+    }
+
+    fn deliver(&self, source: usize, bytes: &[u8]) -> Result<(), String> {
+        let (numbers, head) = bytes.as_chunks::<8>().0.split_at_checked(FRAME_NUMBERS).unzip();
+        let (Some(numbers), Some(_)) = (numbers, head) else {
+            return Err(format!("rank {source} sent {} bytes that are no frame", bytes.len()));
+        };
+        let number = |index: usize| u64::from_le_bytes(numbers[index]);
+        let key = Key { world: number(0), domain: number(1), op: number(2), stage: number(3) };
+        if key == (Key { world: key.world, ..LEFT }) {
+            self.mpi.inbox.leave(key.world, source);
+            return Ok(());
+        }
+        let head = bytes[8 * FRAME_NUMBERS..].to_vec();
+        self.mpi.inbox.deliver(source, key, Frame { head, payload_bytes: number(4) as usize, tag: number(5) });
+        Ok(())
+    }
+
+    /// Ends the requests that are done; tells whether there was one.
+    fn test(&mut self) -> Result<bool, String> {
+        if self.requests.is_empty() {
+            return Ok(false);
+        }
+        let mut num_done = 0;
+        let mut done = vec![0; self.requests.len()];
+        // SAFETY: See above. The list of places has room for all requests.
+        let code = unsafe {
+            let (count, requests) = (self.requests.len() as c_int, self.requests.as_mut_ptr());
+            ffi::MPI_Testsome(count, requests, &mut num_done, done.as_mut_ptr(), ffi::RSMPI_STATUSES_IGNORE)
+        };
+        check(code, "MPI_Testsome")?;
+        done.truncate(usize::try_from(num_done).unwrap_or_default());
+        // From the back, so that the places of the others stay.
+        done.sort_unstable();
+        for &place in done.iter().rev() {
+            self.requests.swap_remove(place as usize);
+            let flight = self.flights.swap_remove(place as usize);
+            if let Some(mut datatype) = flight.datatype {
+                // SAFETY: Made in `begin`, and used by this request alone.
+                check(unsafe { ffi::MPI_Type_free(&mut datatype) }, "MPI_Type_free")?;
+            }
+            if let Some(receipt) = flight.receipt {
+                self.mpi.inbox.complete(&receipt);
+            }
+        }
+        Ok(!done.is_empty())
+    }
+}
+
+/// A datatype of bytes at absolute addresses, so that MPI sends and receives in place.
+fn datatype_of(spans: &[Span]) -> Result<ffi::MPI_Datatype, String> {
+    const LARGEST: usize = 1 << 30;
+    let blocks = spans.iter().flat_map(|span| {
+        (0..span.len).step_by(LARGEST).map(|at| (span.start as usize + at, (span.len - at).min(LARGEST) as c_int))
+    });
+    let (starts, lens): (Vec<_>, Vec<c_int>) = blocks.map(|(start, len)| (start as ffi::MPI_Aint, len)).unzip();
+    // SAFETY: On the thread of MPI; both lists live during the call.
+    unsafe {
+        let mut datatype = ffi::RSMPI_DATATYPE_NULL;
+        let count = starts.len() as c_int;
+        let code =
+            ffi::MPI_Type_create_hindexed(count, lens.as_ptr(), starts.as_ptr(), ffi::RSMPI_UINT8_T, &mut datatype);
+        check(code, "MPI_Type_create_hindexed")?;
+        check(ffi::MPI_Type_commit(&mut datatype), "MPI_Type_commit")?;
+        Ok(datatype)
+    }
+}
+
+fn check(code: c_int, call: &str) -> Result<(), String> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = [0_u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+    let mut len = 0;
+    // SAFETY: The text has room for any message.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
+    let text = text.get(..usize::try_from(len).unwrap_or_default()).unwrap_or_default();
+    Err(format!("{call} failed: {}", String::from_utf8_lossy(text)))
+}

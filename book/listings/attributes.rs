@@ -305,9 +305,6 @@ fn the_page_of_attributes_is_current() {
         if let Some(effect) = effect(word) {
             page += &format!("- Changes: {effect}\n");
         }
-        if word == "offload" {
-            page += "- Accepted by the derive, and refused when the model is sharded: `[offload]` holds for the whole model.\n";
-        }
         if include_str!("attributes.rs").contains(&format!("// ANCHOR: {word}\n")) {
             page += &format!("\n```rust,noplayground\n{{{{#include ../../listings/attributes.rs:{word}}}}}\n```\n");
         }

@@ -99,6 +99,16 @@ struct Mixed {
 }
 // ANCHOR_END: precision
 
+// ANCHOR: offload
+#[derive(Module, Debug, Sharded)]
+struct Experts {
+    #[shard(units, offload = "nvme")] // much state, seldom used
+    experts: Vec<Linear>,
+    #[shard(unit)] // as the configuration says
+    head: Linear,
+}
+// ANCHOR_END: offload
+
 #[test]
 fn the_examples_are_the_rules_that_they_show() {
     let policy = WrapPolicy::new;
@@ -113,6 +123,8 @@ fn the_examples_are_the_rules_that_they_show() {
     assert_eq!(Wide::wrap_policy(), policy().field("table", unit().spec([None, Some("shard")])));
     assert_eq!(Model::wrap_policy(), policy().field("blocks", units()).field("head", unit().keep()));
     assert_eq!(Uneven::wrap_policy(), policy().field("stem", unit().prefetch(2)).field("blocks", units()));
+    let experts = units().offload("nvme");
+    assert_eq!(Experts::wrap_policy(), policy().field("experts", experts).field("head", unit()));
     assert_eq!(Mixed::wrap_policy(), policy().field("blocks", units().precision("bf16")).field("head", unit()));
 }
 

@@ -99,6 +99,16 @@ struct Mixed {
 }
 // ANCHOR_END: precision
 
+// ANCHOR: offload
+#[derive(Module, Debug, Sharded)]
+struct Experts {
+    #[shard(units, offload = "nvme")] // much state, seldom used
+    experts: Vec<Linear>,
+    #[shard(unit)] // as the configuration says
+    head: Linear,
+}
+// ANCHOR_END: offload
+
 // ANCHOR: reduce
 #[derive(Module, Debug, Sharded)]
 struct Sent {
@@ -133,6 +143,8 @@ fn the_examples_are_the_rules_that_they_show() {
     assert_eq!(Wide::wrap_policy(), policy().field("table", unit().spec([None, Some("shard")])));
     assert_eq!(Model::wrap_policy(), policy().field("blocks", units()).field("head", unit().keep()));
     assert_eq!(Uneven::wrap_policy(), policy().field("stem", unit().prefetch(2)).field("blocks", units()));
+    let experts = units().offload("nvme");
+    assert_eq!(Experts::wrap_policy(), policy().field("experts", experts).field("head", unit()));
     assert_eq!(Mixed::wrap_policy(), policy().field("blocks", units().precision("bf16")).field("head", unit()));
     assert_eq!(Sent::wrap_policy(), policy().field("blocks", units().reduce("bf16")).field("head", unit()));
     let stem = unit().precision("f32").output("bf16");
@@ -327,9 +339,6 @@ fn the_page_of_attributes_is_current() {
         page += &format!("- Cost: {cost}\n");
         if let Some(effect) = effect(word) {
             page += &format!("- Changes: {effect}\n");
-        }
-        if word == "offload" {
-            page += "- Accepted by the derive, and refused when the model is sharded: `[offload]` holds for the whole model.\n";
         }
         if include_str!("attributes.rs").contains(&format!("// ANCHOR: {word}\n")) {
             page += &format!("\n```rust,noplayground\n{{{{#include ../../listings/attributes.rs:{word}}}}}\n```\n");

@@ -10,7 +10,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_burn::{
     Config, Dtype, Error, MemoryEstimate, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage, launch, nn::Embedding,
 };
-use fsdp_examples::{Gpt, GptConfig, activation_bytes};
+use fsdp_examples::{Gpt, GptConfig, activations};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -161,10 +161,11 @@ fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error
     // the scheduler decides.
     let temporaries = plain.peak - plain.after_forward;
     let least = plain.after_forward + temporaries / rank.world_size() as u64;
-    let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes)));
+    let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes.into())));
     let estimate = estimates[0];
-    let without_activations = model.memory_estimate(OptimizerKind::Adam, Some(0)).peak_bytes().unwrap_or_default();
-    let one_block = activation_bytes(&GptConfig { layers: 1, ..MODEL }, BATCH);
+    let without_activations =
+        model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or_default();
+    let one_block = activations(&GptConfig { layers: 1, ..MODEL }, BATCH, 1).begin_bytes;
     let plan = model.plan();
     let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
     let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;

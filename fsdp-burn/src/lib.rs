@@ -106,10 +106,10 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
+    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
     GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh, ModelShape,
     NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig,
-    RendezvousError, Stage, Started, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig, Transformer,
-    Translated, TranslatedItem, WrapPolicy, human_bytes,
+    RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig,
+    Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

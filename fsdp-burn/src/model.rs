@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
@@ -346,10 +346,11 @@ impl<M: Module> ShardedModel<M> {
     /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike. With the element types
     /// of everything, and without gradients and state of what is frozen at the moment.
     ///
-    /// `activation_bytes` is what one rank's forward keeps for backward, which the model and the batch decide, in bytes;
-    /// `None` leaves it out.
-    pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
-        let memory = PlanMemory { optimizer, activation_bytes, ..self.engine.memory(&self.plan) };
+    /// `activations` is what one rank's forward keeps for backward, with temporaries, which the model and the batch decide: a
+    /// number of bytes by `into()`, or what [`Transformer::activations`](crate::Transformer::activations) says; `None` leaves
+    /// it out.
+    pub fn memory_estimate(&self, optimizer: OptimizerKind, activations: Option<Activations>) -> MemoryEstimate {
+        let memory = PlanMemory { optimizer, activations, ..self.engine.memory(&self.plan) };
         memory.estimate(&self.plan)
     }
 

@@ -2,13 +2,17 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use bytes::Bytes;
 use fsdp_core::checkpoint::SaveOptions;
-use fsdp_core::{Communicator, Config, OpTag, Phase, Recorder, Reduce, Tier, TierOptions, TierStats, Trace, Traffic};
+use fsdp_core::{
+    Communicator, Config, ControlChannel, OpTag, Phase, Recorder, Reduce, Stragglers, Tier, TierOptions, TierStats,
+    Trace, Traffic,
+};
 
 use crate::model::{reduce_number, reduce_numbers};
 use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
@@ -23,6 +27,8 @@ pub struct Rank {
     trace: Option<Arc<Trace>>,
     /// Once anything is offloaded to a disk.
     tier: Arc<OnceLock<Arc<Tier>>>,
+    /// Where ranks are processes.
+    channel: Option<Arc<ControlChannel>>,
 }
 
 impl Rank {
@@ -34,12 +40,17 @@ impl Rank {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        let rank = Self { config, recorder, traffic, control, trace, tier: Arc::default() };
+        let rank = Self { config, recorder, traffic, control, trace, tier: Arc::default(), channel: None };
         // At once, so that a directory that cannot be used is known before anything is computed.
         if let Some(key) = rank.config.offload.nvme_key() {
             rank.open_tier(key)?;
         }
         Ok(rank)
+    }
+
+    /// As a process of several.
+    pub(crate) fn with_channel(self, channel: Arc<ControlChannel>) -> Self {
+        Self { channel: Some(channel), ..self }
     }
 
     /// This rank's number, from 0.
@@ -261,6 +272,13 @@ impl Rank {
     /// What this rank has written to its disk and read from it; `None` where nothing is offloaded to one.
     pub fn tier_stats(&self) -> Option<TierStats> {
         self.tier.get().map(|tier| tier.stats())
+    }
+
+    /// Who lets other ranks wait for longer than `patience`, in which operation; `None` if nobody does. Where ranks are
+    /// processes, rank 0 knows it, from what the others told a second ago: ask it on a thread of its own, since its program may
+    /// wait too. A warning says the same after a quarter of the time limit, or 30 s. Threads of one process are not looked at.
+    pub fn stragglers(&self, patience: Duration) -> Option<Stragglers> {
+        self.channel.as_ref()?.stragglers(patience)
     }
 
     pub(crate) fn tier(&self) -> Option<Arc<Tier>> {

@@ -120,7 +120,8 @@ impl TrafficModel {
     }
 }
 
-/// What one rank sends, as a number of collectives, of messages and of elements.
+/// What one rank sends, as a number of collectives, of messages and of elements. Sums stay at the largest number rather
+/// than overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTraffic {
     /// All-reduces.
@@ -139,7 +140,7 @@ impl StepTraffic {
     /// Gathers shards of `shard_len` elements from `num_ranks` ranks.
     pub fn all_gather(num_ranks: u64, shard_len: u64) -> Self {
         let num_messages = num_ranks.saturating_sub(1);
-        Self { num_all_gather: 1, num_messages, sent_len: num_messages * shard_len, ..Self::default() }
+        Self { num_all_gather: 1, num_messages, sent_len: num_messages.saturating_mul(shard_len), ..Self::default() }
     }
 
     /// Reduces to shards of `shard_len` elements on `num_ranks` ranks: a gather that runs backwards.
@@ -161,17 +162,17 @@ impl StepTraffic {
 
     /// Bytes that one rank sends, with elements of `element_bytes`.
     pub fn sent_bytes(&self, element_bytes: u64) -> u64 {
-        self.sent_len * element_bytes
+        self.sent_len.saturating_mul(element_bytes)
     }
 }
 
 impl AddAssign for StepTraffic {
     fn add_assign(&mut self, other: Self) {
-        self.num_all_reduce += other.num_all_reduce;
-        self.num_all_gather += other.num_all_gather;
-        self.num_reduce_scatter += other.num_reduce_scatter;
-        self.num_messages += other.num_messages;
-        self.sent_len += other.sent_len;
+        self.num_all_reduce = self.num_all_reduce.saturating_add(other.num_all_reduce);
+        self.num_all_gather = self.num_all_gather.saturating_add(other.num_all_gather);
+        self.num_reduce_scatter = self.num_reduce_scatter.saturating_add(other.num_reduce_scatter);
+        self.num_messages = self.num_messages.saturating_add(other.num_messages);
+        self.sent_len = self.sent_len.saturating_add(other.sent_len);
     }
 }
 
@@ -181,11 +182,11 @@ impl std::ops::Mul<u64> for StepTraffic {
 
     fn mul(self, times: u64) -> Self {
         Self {
-            num_all_reduce: self.num_all_reduce * times,
-            num_all_gather: self.num_all_gather * times,
-            num_reduce_scatter: self.num_reduce_scatter * times,
-            num_messages: self.num_messages * times,
-            sent_len: self.sent_len * times,
+            num_all_reduce: self.num_all_reduce.saturating_mul(times),
+            num_all_gather: self.num_all_gather.saturating_mul(times),
+            num_reduce_scatter: self.num_reduce_scatter.saturating_mul(times),
+            num_messages: self.num_messages.saturating_mul(times),
+            sent_len: self.sent_len.saturating_mul(times),
         }
     }
 }

@@ -269,7 +269,7 @@ impl Schedule {
         let window = self.window(&self.backward_order, cursor, unit, self.depth.backward, here);
         let before = before(&self.backward_order, cursor, &self.units);
         let window = self.within_limit(window, before);
-        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward + 1, here);
+        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward.saturating_add(1), here);
         let next = further.into_iter().find(|next| !window.contains(next));
         self.demand(unit, &window, next)
     }

@@ -31,7 +31,7 @@ impl Example {
 }
 
 /// Enums in the order in which users meet them, each with a title and where it comes from. Others follow by themselves.
-const ORDER: [(&str, &str, &str); 13] = [
+const ORDER: [(&str, &str, &str); 15] = [
     ("Error", "A run", "What `launch`, a model or an optimizer returns."),
     ("ConfigError", "The configuration", "Each names file, line and column. Only the first mistake is told."),
     ("MeshError", "The mesh", "Inside of `ConfigError::InvalidMesh`."),
@@ -44,6 +44,12 @@ const ORDER: [(&str, &str, &str); 13] = [
         "Why communication has ended",
         "The first cause, which every rank is told, in `CommError::Aborted`.",
     ),
+    (
+        "LauncherError",
+        "Launchers",
+        "From `launch`, before any rank starts: what the environment says does not fit together.",
+    ),
+    ("RendezvousError", "The meeting of processes", "From `launch`, where ranks are processes."),
     ("CheckpointError", "Checkpoints and weights", "On every rank alike, also where one rank's disk failed."),
     (
         "TierError",

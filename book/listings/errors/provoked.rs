@@ -124,7 +124,7 @@ fn shards() -> Vec<Example> {
             let ignored = WrapPolicy::new().field("head", FieldRule::ignore());
             planned(ignored, &[("head", 9)]).unwrap_err().to_string()
         }),
-        Example::new("Error::Parameter", "A setting that this version does not have", offloaded),
+        Example::new("Error::Parameter", "A tier without a place", offloaded),
         Example::new("Error::Misuse", "A model on a device without autodiff", untracked),
     ]
 }

@@ -35,7 +35,7 @@ where
     F: Fn(Rank) -> Result<T, Error> + Send + Sync + 'static,
 {
     let timeout = config.timeout();
-    let offload_dir = config.offload.nvme_key().and(config.offload.nvme_path.clone());
+    let offload_dir = config.offload.nvme_path.clone();
     let (control, communicator) = connect(process, timeout)?;
     let number = process.rank;
     // The cores are for all processes of the host, and the configuration shares them among all ranks.
@@ -44,6 +44,7 @@ where
     let program = Program::new(config, options, num_cores, program);
     let (sender, arrivals) = channel();
     let rank = program.rank(communicator.clone()).inspect_err(|error| control.abort(cause_of(number, error)))?;
+    let rank = rank.with_channel(control.clone());
     let run = move || {
         let result = program.run(rank);
         // The launcher may have given up on this rank.

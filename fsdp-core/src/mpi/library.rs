@@ -218,7 +218,8 @@ extern "C" fn end_at_exit() {
     mpi.inbox.wake_engine();
     let start = Instant::now();
     // The thread gives up on others after the limit, and then MPI itself has as long again.
-    while !mpi.orders().ended && !(mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > 2 * END_LIMIT) {
+    let is_given_up = || mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > 2 * END_LIMIT;
+    while !mpi.orders().ended && !is_given_up() {
         thread::sleep(Duration::from_millis(1));
     }
 }

@@ -14,7 +14,7 @@ impl Schedule {
         };
         let window = self.window(order, cursor, unit, depth, here);
         let window = self.within_limit(window, before(order, cursor, &self.units));
-        let further = self.window(order, cursor, unit, depth + 1, here);
+        let further = self.window(order, cursor, unit, depth.saturating_add(1), here);
         let next = further.into_iter().find(|next| !window.contains(next));
         (window, next)
     }
@@ -26,7 +26,7 @@ impl Schedule {
         let traits = self.units[first].traits;
         let depth = match traits.prefetch.unwrap_or(self.depth.forward) {
             0 => return Vec::new(),
-            depth => depth + usize::from(traits.keep),
+            depth => depth.saturating_add(usize::from(traits.keep)),
         };
         let here = |unit: UnitIndex| !self.units[unit].traits.gathered_on_use;
         self.within_limit(self.window(order, 0, first, depth, here), None)

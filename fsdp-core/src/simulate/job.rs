@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
-    Accumulate, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
-    Network, NonFinite, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic, UnitShape,
-    UnitTraits,
+    Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh,
+    ModelShape, Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage,
+    StepTraffic, TierRate, UnitShape, UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -35,6 +35,15 @@ pub enum Speed {
         /// Seconds of the optimizer's step over all parameters.
         optimizer_s: f64,
     },
+}
+
+/// What lies below a rank's memory, and how fast the rank reaches it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierRates {
+    /// Host memory. `None` where the device computes in it: then what is placed there is where it always is.
+    pub host: Option<TierRate>,
+    /// This rank's part of the disks. `None`: their time is left out.
+    pub nvme: Option<TierRate>,
 }
 
 /// What collectives cost.
@@ -78,7 +87,9 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => links.reduce_scatter.message_s(shard_bytes * placed.num_ranks),
+            Collectives::Measured(links) => {
+                links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks))
+            }
         }
     }
 
@@ -116,12 +127,18 @@ pub struct Job {
     pub num_tokens: u64,
     /// Units that are freed after use run their forward once more in backward.
     pub recompute: bool,
-    /// What forward keeps for backward, in bytes per rank, where it is known.
+    /// Activations and temporaries when backward begins, in bytes per rank, where they are known.
     pub activation_bytes: Option<u64>,
+    /// Those of the unit whose backward is the last; see [`Activations::last_bytes`]. 0 where they are not known.
+    pub last_unit_bytes: u64,
     /// Ranks that are threads of one process, and share what they hold alike.
     pub ranks_per_process: u64,
     /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis.
     pub reshard: Option<usize>,
+    /// What lies below the device's memory. Parameters do so at stage 3 only.
+    pub offload: OffloadConfig,
+    /// How fast a rank reaches what lies there.
+    pub tiers: TierRates,
     /// The machine.
     pub machine: Machine,
 }
@@ -159,8 +176,11 @@ impl Job {
             num_tokens: 2048,
             recompute: false,
             activation_bytes: None,
+            last_unit_bytes: 0,
             ranks_per_process: 1,
             reshard: config.resharding(),
+            offload: config.offload.clone(),
+            tiers: TierRates::default(),
             machine,
         }
     }
@@ -189,8 +209,13 @@ impl Job {
             ranks_per_process: self.ranks_per_process,
             prefetch: self.depth.max() as u64,
             prefetch_max_bytes: self.depth.max_bytes.map(|bytes| bytes as u64),
-            activation_bytes: self.activation_bytes,
             reshard: self.reshard.map(|num_ranks| num_ranks as u64),
+            activations: self.activation_bytes.map(|begin_bytes| Activations {
+                begin_bytes,
+                last_bytes: self.last_unit_bytes,
+                ..Activations::default()
+            }),
+            tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
         };
         let all = model.exact(&self.layouts(|_| true), 0);
@@ -225,6 +250,7 @@ impl Job {
             reshards: self.reshard.is_some(),
         };
         let num_params: usize = self.shape.units.iter().map(|unit| unit.parameters.len()).sum();
+        let placements = self.placements(stage);
         let norm_bytes = 8 * num_params as u64;
         let seconds = self.machine.network.all_gather_s(self.placed(Scope::World), norm_bytes);
         let norm_traffic = StepTraffic::default(); // a few bytes that are not the model's
@@ -233,7 +259,9 @@ impl Job {
             rules,
             uses: self.uses(),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
+            tiers: placements.unit_tiers(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
+            tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
             norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
         }
     }

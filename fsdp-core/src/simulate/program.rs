@@ -1,6 +1,6 @@
 //! What a rank does in one step, as a list: the schedule's own actions, and the computation between them.
 
-use crate::{Accumulate, Action, PrefetchDepth, Schedule, Stage, UnitIndex, UnitTraits};
+use crate::{Accumulate, Action, PrefetchDepth, Schedule, Stage, UnitIndex, UnitTiers, UnitTraits};
 
 /// One thing that a rank does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -99,8 +99,14 @@ pub struct Program {
 impl Program {
     /// The list of a step after two others, by which time all orders are known.
     pub fn steady(rules: &StepRules, units: &[UnitTraits], uses: &Uses) -> Self {
+        Self::with_tiers(rules, units, &vec![UnitTiers::default(); units.len()], uses)
+    }
+
+    /// The same, where parts of the units lie in tiers.
+    pub fn with_tiers(rules: &StepRules, units: &[UnitTraits], tiers: &[UnitTiers], uses: &Uses) -> Self {
         let mut schedule = Schedule::new(rules.stage, units, rules.depth);
         schedule.set_reshards(rules.reshards);
+        schedule.set_tiers(tiers);
         let mut instructions = Vec::new();
         for _ in 0..3 {
             instructions.clear();

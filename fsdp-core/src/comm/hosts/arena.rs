@@ -95,8 +95,8 @@ impl Arena {
     /// Bytes that nobody writes while the slice lives.
     ///
     /// # Safety
-    /// The protocol says that they are complete, and that no rank writes them for as long as `'a`.
-    pub(super) unsafe fn bytes<'a>(&'a self, offset: usize, len: usize) -> &'a [u8] {
+    /// The protocol says that they are complete, and that no rank writes them for as long as the slice lives.
+    pub(super) unsafe fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         // SAFETY: In the mapping, where every byte is initialised; the caller vouches for the time.
         unsafe { std::slice::from_raw_parts(self.at(offset, len).as_ptr(), len) }
     }
@@ -106,7 +106,7 @@ impl Arena {
     /// # Safety
     /// The protocol says that they are the caller's.
     #[expect(clippy::mut_from_ref, reason = "an arena is many pieces of memory, each with an owner of its own")]
-    pub(super) unsafe fn bytes_mut<'a>(&'a self, offset: usize, len: usize) -> &'a mut [u8] {
+    pub(super) unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
         // SAFETY: In the mapping, where every byte is initialised; the caller vouches for the owner.
         unsafe { std::slice::from_raw_parts_mut(self.at(offset, len).as_ptr(), len) }
     }

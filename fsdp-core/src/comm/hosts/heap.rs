@@ -2,7 +2,7 @@
 //!
 //! The rank that owns the arena hands out a block for a number of holders. Each holder lets go once, by a counter in front
 //! of the block, from whichever process; the owner finds it free when it next needs one. Free blocks wait for the next
-//! request of their size; with the live ones they never exceed what was live at once before, as in [`Pool`](super::super::pool::Pool).
+//! request of their size; the large ones, with the live ones, never exceed what was live at once before, as in [`Pool`](super::super::pool::Pool).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -14,6 +14,9 @@ use super::arena::{Arena, PAGE_BYTES};
 
 /// In front of each block, so that data begins at a cache line.
 const HEAD_BYTES: usize = 64;
+
+/// From this size on, free blocks are counted, and given back to the system when they are too many.
+const LARGE_BYTES: usize = 1 << 20;
 
 /// The blocks of this rank's own arena.
 #[derive(Debug)]
@@ -66,7 +69,10 @@ impl Heap {
         let size = (HEAD_BYTES + len).next_multiple_of(PAGE_BYTES);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.find_free(|block| holders(&self.arena, block.start).load(Ordering::Acquire) == 0);
-        let block = state.reuse(size).or_else(|| state.cut(size));
+        let mut block = state.reuse(size).or_else(|| state.cut(size));
+        while block.is_none() && self.evict(&mut state) {
+            block = state.cut(size);
+        }
         let Some(block) = block else {
             return Err(io::Error::new(
                 io::ErrorKind::OutOfMemory,
@@ -76,16 +82,25 @@ impl Heap {
         let num_holders = u32::try_from(num_holders).map_err(io::Error::other)?;
         holders(&self.arena, block.start).store(num_holders, Ordering::Release);
         let offset = block.start + HEAD_BYTES;
-        state.live_bytes += size;
+        state.live_bytes += counted(size);
         state.live.push(block);
         state.peak_bytes = state.peak_bytes.max(state.live_bytes);
         while state.free_bytes + state.live_bytes > state.peak_bytes {
-            let Some(oldest) = state.free.pop_front() else { break };
-            state.free_bytes -= oldest.len();
-            self.arena.give_back(oldest.start, oldest.len());
-            state.put_back(oldest);
+            if !self.evict(&mut state) {
+                break;
+            }
         }
         Ok(offset)
+    }
+
+    /// Gives the oldest large free block back to the system; tells whether there was one.
+    fn evict(&self, state: &mut State) -> bool {
+        let place = state.free.iter().position(|block| counted(block.len()) > 0);
+        let Some(oldest) = place.and_then(|place| state.free.remove(place)) else { return false };
+        state.free_bytes -= oldest.len();
+        self.arena.give_back(oldest.start, oldest.len());
+        state.put_back(oldest);
+        true
     }
 
     /// Ends a block that nobody reads any more, for all of its holders.
@@ -102,15 +117,15 @@ impl Heap {
 impl State {
     fn find_free(&mut self, is_free: impl Fn(&Range<usize>) -> bool) {
         for block in self.live.extract_if(.., |block| is_free(block)) {
-            self.live_bytes -= block.len();
-            self.free_bytes += block.len();
+            self.live_bytes -= counted(block.len());
+            self.free_bytes += counted(block.len());
             self.free.push_back(block);
         }
     }
 
     fn reuse(&mut self, size: usize) -> Option<Range<usize>> {
         let place = self.free.iter().position(|block| block.len() == size)?;
-        self.free_bytes -= size;
+        self.free_bytes -= counted(size);
         self.free.remove(place)
     }
 
@@ -137,6 +152,11 @@ impl State {
         len += self.unused.remove(&(start + len)).unwrap_or(0);
         self.unused.insert(start, len);
     }
+}
+
+/// Small blocks come and go with every operation, and must not drive out the large ones.
+fn counted(size: usize) -> usize {
+    if size < LARGE_BYTES { 0 } else { size }
 }
 
 fn holders(arena: &Arena, block: usize) -> &AtomicU32 {
@@ -198,6 +218,17 @@ mod tests {
         assert_ne!(other, offset, "one holder is left");
         drop(second);
         assert_eq!(heap.take(2 * MIB, 1).unwrap(), offset);
+    }
+
+    #[test]
+    fn a_small_block_does_not_drive_out_a_large_one() {
+        let heap = heap();
+        let offset = heap.take(2 * MIB, 1).unwrap();
+        drop(heap.hold(offset, 2 * MIB));
+        let small = heap.take(100, 1).unwrap();
+        drop(heap.hold(small, 100));
+        assert_eq!(heap.take(2 * MIB, 1).unwrap(), offset);
+        assert_eq!(heap.take(100, 1).unwrap(), small);
     }
 
     #[test]

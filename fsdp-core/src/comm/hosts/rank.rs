@@ -128,8 +128,8 @@ impl HostRank {
 
     fn compare_locals(&self, op: &Op) -> Result<(), CommError> {
         let domain = &*self.domain;
-        let others = (0..domain.locals.len()).filter(|&local| local != domain.local);
-        others.map(|local| domain.compare(op, domain.locals[local], self.note(op, local).call)).collect()
+        let mut others = (0..domain.locals.len()).filter(|&local| local != domain.local);
+        others.try_for_each(|local| domain.compare(op, domain.locals[local], self.note(op, local).call))
     }
 
     /// As the leader: tells the leaders of other hosts the call. Only once all ranks of this host agree, since the others rely on

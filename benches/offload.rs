@@ -59,7 +59,7 @@ fn run(args: &Args, rank: &Rank, before: u64) -> Result<(), Error> {
     let mut model = rank.shard(args.shape.init(&device))?;
     rank.barrier()?;
     // What a rank's forward keeps is small here, and is left to the measurement.
-    let predicted = model.memory_estimate(OptimizerKind::Adam, Some(0)).peak_bytes().unwrap_or(0);
+    let predicted = model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or(0);
     let predicted = rank.sum(predicted as f64)? as u64;
     if rank.is_main() {
         let states = 16 * model.num_params() as u64;

@@ -7,7 +7,7 @@ use burn::nn::{EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear,
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, FloatDType, Int, Tensor, module::attention};
 use fsdp_burn::nn::{Embedding, gelu};
-use fsdp_burn::{ComputePrecision, Sharded, Transformer, recompute};
+use fsdp_burn::{Activations, ComputePrecision, Sharded, Transformer, recompute};
 use serde::{Deserialize, Serialize};
 
 /// Sizes of the model.
@@ -132,10 +132,16 @@ impl Block {
     }
 }
 
-/// Bytes that one rank holds when backward begins, for `batch` sequences in float32; see
-/// [`Transformer::activation_bytes`].
-pub fn activation_bytes(config: &GptConfig, batch: usize) -> u64 {
+/// Buffers that each compute thread keeps for packing the operands of matrix products, in bytes.
+const PACKING_BYTES: u64 = 1 << 20;
+
+/// What one rank of `num_threads` compute threads holds beside its state, for `batch` sequences in float32; see
+/// [`Transformer::activations`].
+pub fn activations(config: &GptConfig, batch: usize, num_threads: usize) -> Activations {
     let GptConfig { layers, width, heads, sequence, vocabulary, recompute } = *config;
     let transformer = Transformer { layers, width, heads, sequence, vocabulary, recompute };
-    transformer.activation_bytes(batch, ComputePrecision::F32)
+    let packing_bytes = num_threads as u64 * PACKING_BYTES;
+    let Activations { begin_bytes, last_bytes, transient_bytes } =
+        transformer.activations(batch, ComputePrecision::F32);
+    Activations { begin_bytes: begin_bytes + packing_bytes, last_bytes: last_bytes + packing_bytes, transient_bytes }
 }

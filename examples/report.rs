@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_burn::{Config, EngineStats, MemoryEstimate, TierStats};
+use fsdp_burn::{Activations, Config, EngineStats, MemoryEstimate, TierStats};
 use serde::{Deserialize, Serialize};
 
 use crate::{Failure, GptConfig};
@@ -55,6 +55,8 @@ pub struct RankRow {
     pub num_collectives: u64,
     /// Seconds of the training loop in which it computed.
     pub computing_s: f64,
+    /// Seconds of `computing_s` that the optimizer took.
+    pub optimizer_s: f64,
     /// Seconds of the training loop in which it stood still for communication.
     pub waiting_s: f64,
     /// Seconds in which its communication threads were busy, most of them beside the computation; several may be at once.
@@ -111,7 +113,7 @@ pub struct Predicted {
     pub in_flight_bytes: u64,
     /// What lies on a disk and passes through memory in a step.
     pub tier_bytes: u64,
-    /// What is held when backward begins.
+    /// What is held up to the backward of the last unit.
     pub activation_bytes: u64,
     /// The most at once, which is less than the sum.
     pub peak_bytes: u64,
@@ -131,7 +133,7 @@ pub struct Measured {
 /// Peak memory of the process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
-    /// The sum of the peaks of all ranks.
+    /// The peaks of all ranks together, and the text.
     pub predicted_bytes: u64,
     /// What the allocator counted during training, the text included; `None` where it does not count.
     pub measured_bytes: Option<u64>,
@@ -145,6 +147,8 @@ pub struct ProcessMemory {
 pub struct StepMeans {
     /// A rank computes.
     pub computing_s: f64,
+    /// Of that, the optimizer's step.
+    pub optimizer_s: f64,
     /// The model stands still for parameters or gradients.
     pub exposed_s: f64,
     /// A rank waits for the losses of the others.
@@ -191,6 +195,14 @@ impl From<&EngineStats> for Measured {
     }
 }
 
+/// What the process takes beside tensors and text: thread pools, the model's structure, the plan.
+const PROCESS_BYTES: u64 = 300_000;
+
+/// Processors that ranks can run on.
+pub fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 impl StepMeans {
     /// From the sums of all ranks over `num_steps` steps.
     pub fn new(ranks: &[RankRow], num_steps: usize) -> Self {
@@ -198,6 +210,7 @@ impl StepMeans {
         let overlaps: Vec<f64> = ranks.iter().filter_map(|row| row.overlap).collect();
         Self {
             computing_s: mean(|row| row.computing_s),
+            optimizer_s: mean(|row| row.optimizer_s),
             exposed_s: mean(|row| row.exposed_s),
             loss_s: mean(|row| row.waiting_s - row.exposed_s),
             communication_s: mean(|row| row.communication_s),
@@ -207,9 +220,22 @@ impl StepMeans {
 }
 
 impl ProcessMemory {
-    /// From the predictions of all ranks, and what the allocator and the system counted.
-    pub fn new(ranks: &[RankRow], measured_bytes: Option<u64>, resident_bytes: Option<u64>) -> Self {
-        let predicted_bytes = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
+    /// From the predictions of all ranks, the size of the text, and what the allocator and the system counted.
+    ///
+    /// What a rank holds only for a moment is not held by those that wait for a processor, and of those that run it happens to
+    /// coincide in some: one has it, of the others half.
+    pub fn new(
+        ranks: &[RankRow],
+        activations: Activations,
+        text_bytes: u64,
+        measured_bytes: Option<u64>,
+        resident_bytes: Option<u64>,
+    ) -> Self {
+        let peaks: u64 = ranks.iter().map(|row| row.predicted.peak_bytes).sum();
+        let num_running = ranks.len().min(num_cores());
+        let num_without = (ranks.len() - num_running) as f64 + 0.5 * num_running.saturating_sub(1) as f64;
+        let apart_bytes = (num_without * activations.transient_bytes as f64) as u64;
+        let predicted_bytes = (peaks + text_bytes + PROCESS_BYTES).saturating_sub(apart_bytes);
         Self { predicted_bytes, measured_bytes, resident_bytes }
     }
 }

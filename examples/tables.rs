@@ -61,11 +61,12 @@ pub fn disk_table(ranks: &[RankRow]) -> Option<String> {
 
 /// Times of a mean step, and below them the largest peaks of a rank by kind, with that of the process.
 pub fn step_table(report: &Report) -> String {
-    let StepMeans { computing_s, exposed_s, loss_s, communication_s, overlap } = report.step;
-    let times = [computing_s, exposed_s, loss_s, communication_s].map(|seconds| format!("{:.1} ms", 1e3 * seconds));
-    let [computing, exposed, losses, communication] = times;
+    let StepMeans { computing_s, optimizer_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    let times = [computing_s, optimizer_s, exposed_s, loss_s, communication_s];
+    let [computing, optimizer, exposed, losses, communication] =
+        times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
     let overlap = overlap.map_or("-".to_owned(), |share| format!("{:.0}%", 100.0 * share));
-    let time_header = ["computing", "exposed", "losses", "communication", "overlap"].map(str::to_owned);
+    let time_header = ["computing", "optimizer", "exposed", "losses", "communication", "overlap"].map(str::to_owned);
     let largest = |of: fn(&Measured) -> u64| {
         human_bytes(report.ranks.iter().map(|row| of(&row.measured)).max().unwrap_or_default())
     };
@@ -76,7 +77,9 @@ pub fn step_table(report: &Report) -> String {
         report.process.measured_bytes.map_or("-".to_owned(), human_bytes),
     ];
     let byte_header = ["parameters", "gathered", "gradients", "process"].map(str::to_owned);
-    table(&[time_header, [computing, exposed, losses, communication, overlap]]) + "\n" + &table(&[byte_header, bytes])
+    table(&[time_header, [computing, optimizer, exposed, losses, communication, overlap]])
+        + "\n"
+        + &table(&[byte_header, bytes])
 }
 
 /// Columns as wide as their widest cell, numbers to the right.

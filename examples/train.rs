@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Config, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace, Translated, human_bytes,
-    launch_with,
+    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace,
+    Translated, human_bytes, launch_with,
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
-    StepNews, Text, WallTimes, activation_bytes, disk_table, give_memory_back_if_scarce, limit_memory, memory_table,
-    plot_losses, resident_peak, settings, step_table, time_table,
+    StepNews, Text, WallTimes, activations, disk_table, give_memory_back_if_scarce, limit_memory, memory_table,
+    num_cores, plot_losses, resident_peak, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -46,6 +46,13 @@ struct Job {
     model: GptConfig,
     text: Text,
     checkpoints: Option<Checkpoints>,
+}
+
+impl Job {
+    /// What a rank holds beside its state.
+    fn activations(&self, config: &Config) -> Activations {
+        activations(&self.model, self.args.batch, config.compute_threads(num_cores()))
+    }
 }
 
 /// What a rank returns.
@@ -79,7 +86,7 @@ fn run(args: &Args) -> Result<Report, Failure> {
         println!("Text: {}, {}\n", text.origin(), human_bytes(text.num_bytes() as u64));
         // What a DeepSpeed file asks for in vain is said.
         for item in deepspeed.iter().flat_map(Translated::missing) {
-            println!("Not there: {} = {}: {}", item.key, item.value, item.told);
+            println!("Not there: {item}");
         }
     }
     let job = Arc::new(Job { args: args.clone(), model, text, checkpoints: Checkpoints::new(args)? });
@@ -143,7 +150,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let progress = Progress::new(args.steps, args.quiet || !rank.is_main());
     let micro_batches = rank.config().training.gradient_accumulation;
     let mut losses = Vec::new();
-    let mut waited_for_losses = Duration::ZERO;
+    let (mut waited_for_losses, mut optimizing_s) = (Duration::ZERO, 0.0);
     model.reset_stats();
     rank.traffic().reset();
     let started = Instant::now();
@@ -155,7 +162,9 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
             let loss = model.loss(batch.inputs, batch.targets);
             sum += f64::from(loss.clone().into_scalar::<f32>());
             let gradients = model.backward(loss)?;
+            let (before, asked) = (stood_still_s(&model.stats()), Instant::now());
             optimizer.step(args.learning_rate(step), &mut model, gradients)?;
+            optimizing_s += asked.elapsed().as_secs_f64() - (stood_still_s(&model.stats()) - before);
         }
         let asked = Instant::now();
         losses.push(rank.mean(sum / micro_batches as f64)?);
@@ -180,17 +189,18 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     rank.barrier()?;
     let (peak_bytes, resident_bytes) = (ALLOCATOR.peak_usage() as u64, resident_peak());
     let stats = model.stats();
-    let exposed_s = (stats.exposed() + stats.tier_wait).as_secs_f64();
+    let exposed_s = stood_still_s(&stats);
     let waiting_s = exposed_s + waited_for_losses.as_secs_f64();
     let traffic = rank.traffic().total();
     let row = RankRow {
         rank: rank.rank(),
         num_local_parameters: model.num_local_params(),
-        predicted: (&model.memory_estimate(OptimizerKind::Adam, Some(activation_bytes(sizes, args.batch)))).into(),
+        predicted: (&model.memory_estimate(OptimizerKind::Adam, Some(job.activations(rank.config())))).into(),
         measured: (&stats).into(),
         sent_bytes: traffic.sent_bytes,
         num_collectives: traffic.num_ops,
         computing_s: training_s - waiting_s,
+        optimizer_s: optimizing_s,
         waiting_s,
         communication_s: stats.communication.as_secs_f64(),
         exposed_s,
@@ -211,7 +221,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
 /// Refuses a run that will not fit, before it has taken the memory that it may have.
 fn check_memory(rank: &Rank, model: &ShardedModel<Gpt>, job: &Job) -> Result<(), Error> {
     let Some(limit) = job.args.memory_limit else { return Ok(()) };
-    let activations = activation_bytes(&job.model, job.args.batch);
+    let activations = job.activations(rank.config());
     let own = model.memory_estimate(OptimizerKind::Adam, Some(activations)).peak_bytes().unwrap_or_default();
     let predicted = rank.sum(own as f64)? as u64;
     if predicted <= limit {
@@ -223,6 +233,11 @@ fn check_memory(rank: &Rank, model: &ShardedModel<Gpt>, job: &Job) -> Result<(),
         human_bytes(predicted),
         human_bytes(limit)
     )))
+}
+
+/// Seconds in which the model stood still for its parameters, gradients or optimizer state.
+fn stood_still_s(stats: &EngineStats) -> f64 {
+    (stats.exposed() + stats.tier_wait).as_secs_f64()
 }
 
 fn tokens_per_step(config: &Config, args: &Args) -> usize {
@@ -242,7 +257,13 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
         tokens_per_step,
         losses: losses.clone(),
         tokens_per_second: (tokens_per_step * losses.len()) as f64 / wall.training_s,
-        process: ProcessMemory::new(&of_process, Some(*peak_bytes), *resident_bytes),
+        process: ProcessMemory::new(
+            &of_process,
+            job.activations(config),
+            job.text.num_bytes() as u64,
+            Some(*peak_bytes),
+            *resident_bytes,
+        ),
         step: StepMeans::new(ranks, losses.len()),
         ranks: ranks.clone(),
         wall: *wall,
@@ -259,7 +280,7 @@ fn print_plan(model: &ShardedModel<Gpt>, rank: &Rank, job: &Job) {
     for warning in model.plan().warnings() {
         println!("\nwarning: {warning}");
     }
-    let activations = activation_bytes(&job.model, job.args.batch);
+    let activations = job.activations(rank.config());
     println!("\nMemory of rank 0, predicted\n");
     for line in model.memory_estimate(OptimizerKind::Adam, Some(activations)).to_string().lines() {
         println!("  {line}");

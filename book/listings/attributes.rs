@@ -109,6 +109,26 @@ struct Experts {
 }
 // ANCHOR_END: offload
 
+// ANCHOR: reduce
+#[derive(Module, Debug, Sharded)]
+struct Sent {
+    #[shard(units, reduce = "bf16")] // half the bytes of the blocks' gradients
+    blocks: Vec<Linear>,
+    #[shard(unit)]
+    head: Linear,
+}
+// ANCHOR_END: reduce
+
+// ANCHOR: output
+#[derive(Module, Debug, Sharded)]
+struct Exact {
+    #[shard(unit, precision = "f32", output = "bf16")] // `cast_output(&self.stem.weight, x)` makes it
+    stem: Linear,
+    #[shard(units, precision = "bf16")]
+    blocks: Vec<Linear>,
+}
+// ANCHOR_END: output
+
 #[test]
 fn the_examples_are_the_rules_that_they_show() {
     let policy = WrapPolicy::new;
@@ -126,6 +146,9 @@ fn the_examples_are_the_rules_that_they_show() {
     let experts = units().offload("nvme");
     assert_eq!(Experts::wrap_policy(), policy().field("experts", experts).field("head", unit()));
     assert_eq!(Mixed::wrap_policy(), policy().field("blocks", units().precision("bf16")).field("head", unit()));
+    assert_eq!(Sent::wrap_policy(), policy().field("blocks", units().reduce("bf16")).field("head", unit()));
+    let stem = unit().precision("f32").output("bf16");
+    assert_eq!(Exact::wrap_policy(), policy().field("stem", stem).field("blocks", units().precision("bf16")));
 }
 
 /// A row of a table in the derive's documentation.

@@ -95,6 +95,7 @@ fn successions(stage: Stage) -> BTreeSet<(&'static str, &'static str)> {
                     num_micro_batches,
                     accumulate: fsdp_core::Accumulate::Reduced,
                     needs_norm: false,
+                    reshards: false,
                 };
                 let traits = UnitTraits { gathered_on_use: stage == Stage::Parameters, ..unit() };
                 let program = Program::steady(&rules, &vec![traits; num_units], &Uses::in_order(num_units));
@@ -272,6 +273,7 @@ fn at_most_two_units_of_whole_gradients_exist() {
         num_micro_batches: 1,
         accumulate: fsdp_core::Accumulate::Reduced,
         needs_norm: false,
+        reshards: false,
     };
     let program = Program::steady(&rules, &[unit(); 12], &Uses::in_order(12));
     let (mut in_flight, mut most) = (0, 0);

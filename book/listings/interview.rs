@@ -84,6 +84,7 @@ fn gathered(depth: usize) -> String {
         num_micro_batches: 1,
         accumulate: fsdp_core::Accumulate::Reduced,
         needs_norm: false,
+        reshards: false,
     };
     let program = Program::steady(&rules, &[unit; 12], &Uses::in_order(12));
     let gathers = program.actions().filter(|action| matches!(action, Action::Gather(_))).count();

@@ -204,16 +204,16 @@ fn the_figures_of_rings_are_what_rings_do() {
             new[next][block] = true;
             after[rank][block] = 0; // sent, and not needed again
         }
-        for rank in 0..4 {
+        for (rank, blocks) in after.iter().enumerate() {
             // What has come is not what was sent.
             let block = (rank + 4 - message - 1) % 4;
-            assert!(after[rank][block] == message + 1);
+            assert!(blocks[block] == message + 1);
         }
         sums.push(after);
         news.push(new);
     }
-    for rank in 0..4 {
-        assert_eq!(sums[3][rank][rank], 4, "each rank ends with the sum of its own block");
+    for (rank, blocks) in sums[3].iter().enumerate() {
+        assert_eq!(blocks[rank], 4, "each rank ends with the sum of its own block");
     }
     panels(&mut svg, 30.0, |panel, rank, block| (sums[panel][rank][block], news[panel][rank][block]));
     assert_figure("ring-reduce", svg);

@@ -3,12 +3,14 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::nn::{Embedding as BurnEmbedding, EmbeddingConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use fsdp_burn::{Config, Error, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage, launch, nn::Embedding};
-use fsdp_examples::{Gpt, GptConfig, activation_bytes};
+use fsdp_burn::{
+    Config, Dtype, Error, MemoryEstimate, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage, launch, nn::Embedding,
+};
+use fsdp_examples::{Gpt, GptConfig, activations};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -159,10 +161,11 @@ fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error
     // the scheduler decides.
     let temporaries = plain.peak - plain.after_forward;
     let least = plain.after_forward + temporaries / rank.world_size() as u64;
-    let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes)));
+    let estimates = [least, plain.peak].map(|bytes| model.memory_estimate(OptimizerKind::Adam, Some(bytes.into())));
     let estimate = estimates[0];
-    let without_activations = model.memory_estimate(OptimizerKind::Adam, Some(0)).peak_bytes().unwrap_or_default();
-    let one_block = activation_bytes(&GptConfig { layers: 1, ..MODEL }, BATCH);
+    let without_activations =
+        model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or_default();
+    let one_block = activations(&GptConfig { layers: 1, ..MODEL }, BATCH, 1).begin_bytes;
     let plan = model.plan();
     let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
     let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;
@@ -226,6 +229,52 @@ fn recomputation_holds_the_activations_of_one_block_and_the_inputs_of_all() {
     println!("one block {one:.3e}, {LAYERS} recomputed {recomputed:.3e} ({expected:.3e} expected), kept {kept:.3e}");
     assert!(recomputed < 1.1 * expected, "{recomputed} bytes of {LAYERS} blocks, {expected} expected");
     assert!(kept > 2.0 * recomputed, "{kept} bytes without recomputation, {recomputed} with");
+}
+
+/// Parameters, with the float32 ones beside them where they are rounded, and optimizer state.
+#[test]
+fn between_steps_a_rank_holds_what_the_estimate_says_in_half_precision_and_where_adapters_alone_are_trained() {
+    let _turn = alone();
+    for stage in Stage::ALL {
+        for (parameters, is_adapted) in [(Dtype::Bf16, false), (Dtype::F32, true), (Dtype::Bf16, true)] {
+            let prefetch = PrefetchConfig { forward: 0, backward: 0, max_bytes: None };
+            let mut config = Config { stage, world_size: 2, timeout_s: 60.0, prefetch, ..Config::default() };
+            config.precision.parameters = parameters;
+            let before = settled();
+            let outcomes = launch(&config, move |rank| {
+                let device = rank.device();
+                let model = GptConfig { layers: 2, ..MODEL }.init(&device);
+                let model = if is_adapted { model.apply_lora(Lora::new(4, 8.0)) } else { model };
+                let mut model = rank.shard(model)?;
+                let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
+                for _ in 0..2 {
+                    let gradients = model.backward(loss_of(1, &model, &device))?;
+                    optimizer.step(1e-3, &mut model, gradients)?;
+                }
+                model.synchronize()?;
+                rank.barrier()?;
+                let held = ALLOCATOR.current_usage();
+                rank.barrier()?;
+                let estimate = model.memory_estimate(OptimizerKind::Adam, None);
+                Ok((held, estimate))
+            });
+            let outcomes = outcomes.expect("training runs");
+            let held = (outcomes[0].0 - before) as f64;
+            let sum =
+                |of: fn(&MemoryEstimate) -> u64| outcomes.iter().map(|(_, estimate)| of(estimate)).sum::<u64>() as f64;
+            let expected = sum(|estimate| estimate.parameter_bytes + estimate.optimizer_bytes);
+            // The buffers of gathers are kept for the next ones.
+            let reused = sum(|estimate| estimate.gathered_bytes);
+            let what = format!("{stage} in {parameters}, adapted: {is_adapted}");
+            println!("{what}: {held:.3e} bytes held, {expected:.3e} expected, at most {reused:.3e} to be used again");
+            assert!(held > 0.95 * expected && held < 1.05 * expected + reused, "{what}");
+            if is_adapted && parameters == Dtype::F32 {
+                // Adapters are a small part of the model, and so are their gradients and their state.
+                let trained = sum(|estimate| estimate.gradient_bytes + estimate.optimizer_bytes);
+                assert!(trained < 0.25 * sum(|estimate| estimate.parameter_bytes), "{what}: {trained}");
+            }
+        }
+    }
 }
 
 const NUM_TABLES: usize = 8;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fsdp_burn::{Link, Stage, Transformer};
-use fsdp_core::{Job, Machine, Network, Recorded, SimOptions, Speed, TraceStream, simulate};
+use fsdp_core::{Job, Machine, MeasuredStep, Network, Recorded, SimOptions, Speed, TraceStream, simulate};
 
 use super::*;
 
@@ -66,12 +66,32 @@ fn config(name: &str) -> String {
 
 #[test]
 fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
+    replay("replay", &Stage::ALL, "");
+}
+
+#[test]
+fn the_simulator_repeats_the_order_of_a_step_that_reads_and_writes_a_disk() {
+    let path = folder("replay-disk").join("disk");
+    let path = path.display();
+    // Without a norm, which reads gradients parameter by parameter, as the model has them.
+    let no_norm = "[training]\nnon_finite = \"propagate\"\n";
+    let all = format!("{no_norm}[offload]\noptimizer = \"nvme\"\ngradients = \"nvme\"\nnvme_path = \"{path}\"\n");
+    replay("replay-all", &Stage::ALL, &all);
+    replay("replay-blocks", &[Stage::Parameters], &format!("{all}parameters = \"nvme\"\n"));
+    replay("replay-half", &Stage::ALL, &format!("[offload]\noptimizer = {{ nvme = 0.5 }}\nnvme_path = \"{path}\"\n"));
+    fs::remove_dir_all(folder("replay-disk")).unwrap();
+}
+
+/// Trains at these stages with these settings, and compares the order of a recorded step with the simulator's.
+fn replay(name: &str, stages: &[Stage], offload: &str) {
     let _turn = turn();
-    let folder = folder("replay");
-    for stage in Stage::ALL {
+    let folder = folder(name);
+    for &stage in stages {
         let trace = folder.join("trace.json");
-        let number = format!("--stage={}", stage.number());
-        let more = ["--trace-steps=4", &number, "--trace", trace.to_str().unwrap()];
+        let file = folder.join("run.toml");
+        fs::write(&file, format!("stage = {}\nworld_size = 4\n{offload}", stage.number())).unwrap();
+        let config = Config::load(&file).unwrap();
+        let more = ["--trace-steps=4", "--config", file.to_str().unwrap(), "--trace", trace.to_str().unwrap()];
         run(&args(&folder.join("a.svg"), &more)).unwrap();
         let recorded = Recorded::read(&trace).unwrap();
         let link = Link { alpha_s: 0.0, beta_s_per_byte: 0.0 };
@@ -79,7 +99,7 @@ fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
         let machine = Machine { network: Network::one_node(link).into(), speed };
         // The sizes of `TINY`.
         let model = Transformer { layers: 2, width: 16, heads: 2, sequence: 16, vocabulary: 260, recompute: false };
-        let job = Job::new(model.shape(), 4, machine);
+        let job = Job::configured(model.shape(), &config, machine);
         for rank in 0..4 {
             let workload = recorded.workload(&job, stage, rank, 2).unwrap();
             let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
@@ -89,6 +109,46 @@ fn the_simulator_repeats_the_order_of_a_recorded_step_at_every_stage() {
             }
         }
     }
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Three sizes at every stage on one, two and four ranks: what the allocator counts over a run against what the report says
+/// before it. Ranks that wait for a processor hold less, so what happens to coincide differs from run to run: the nearest of
+/// three runs counts.
+#[test]
+fn a_run_holds_what_was_predicted_within_a_twentieth() {
+    let _turn = turn();
+    let folder = folder("memory");
+    let text = folder.join("text.txt");
+    fs::write(&text, "What is predicted is what is held. ".repeat(60)).unwrap();
+    let mut far = Vec::new();
+    for (layers, width) in [(2, 128), (4, 128), (3, 256)] {
+        for stage in 0..4 {
+            for ranks in [1, 2, 4] {
+                let sizes = [("layers", layers), ("width", width), ("stage", stage), ("ranks", ranks)];
+                let sizes = sizes.map(|(name, value)| format!("--{name}={value}"));
+                let run = || {
+                    let fixed = ["train", "--quiet", "--steps=2", "--sample=0", "--batch=4", "--sequence=64", "--data"];
+                    let plot = folder.join("a.svg");
+                    let files = [text.to_str().unwrap(), "--plot", plot.to_str().unwrap()];
+                    let all = fixed.into_iter().chain(files).chain(sizes.iter().map(String::as_str));
+                    let ProcessMemory { predicted_bytes, measured_bytes, .. } =
+                        run(&Args::try_parse_from(all).unwrap()).unwrap().process;
+                    predicted_bytes as f64 / measured_bytes.unwrap() as f64 - 1.0
+                };
+                let mut nearest = run();
+                for _ in 0..2 {
+                    let again = if nearest.abs() > 0.05 { run() } else { break };
+                    nearest = if again.abs() < nearest.abs() { again } else { nearest };
+                }
+                println!("{}: {:+.1}%", sizes.join(" "), 100.0 * nearest);
+                if nearest.abs() > 0.05 {
+                    far.push(format!("{}: {:+.1}%", sizes.join(" "), 100.0 * nearest));
+                }
+            }
+        }
+    }
+    assert!(far.is_empty(), "{far:#?}");
     fs::remove_dir_all(&folder).unwrap();
 }
 
@@ -107,6 +167,24 @@ fn a_deepspeed_file_is_taken_as_it_is() {
     assert_eq!((report.config["stage"].as_u64(), report.config["world_size"].as_u64()), (Some(2), Some(4)));
     assert_eq!(report.config["training"]["gradient_clip_norm"].as_f64(), Some(0.5));
     assert_eq!(report.tokens_per_step, 4 * 2 * 3 * 16, "ranks, micro-batches, sequences, tokens");
+
+    // What it offloads lies on a disk while it trains, and changes nothing of what is learned.
+    let disk = folder.join("disk");
+    let offload = format!(
+        r#", "offload_optimizer": {{"device": "nvme", "nvme_path": {disk:?}}}, "offload_param": {{"device": "nvme"}}}}"#
+    );
+    let on_disk = text.replace("\"stage\": 2", "\"stage\": 3").replace("true}", &format!("true{offload}"));
+    fs::write(&file, on_disk).unwrap();
+    let trace = folder.join("trace.json");
+    let more = ["--deepspeed", file.to_str().unwrap(), "--trace", trace.to_str().unwrap()];
+    let offloaded = run(&args(&folder.join("a.svg"), &more)).unwrap();
+    assert_eq!(offloaded.losses, report.losses);
+    assert!(
+        offloaded.ranks.iter().all(|row| row.disk.is_some_and(|disk| disk.written_bytes > 0)),
+        "{:?}",
+        offloaded.ranks
+    );
+    assert!(fs::read_to_string(&trace).unwrap().contains("\"read blocks.1\""));
 
     fs::write(&file, r#"{"zero_optimization": {"stage": 2, "overlap_com": true}}"#).unwrap();
     let refused = refusal(&["--deepspeed", file.to_str().unwrap()]);
@@ -258,7 +336,8 @@ fn a_trace_shows_every_rank_at_work_in_the_steps_that_were_asked_for() {
     let steps: Vec<u64> = events.iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
     assert_eq!((steps.iter().min(), steps.iter().max()), (Some(&0), Some(&3)));
 
-    let StepMeans { computing_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    let StepMeans { computing_s, optimizer_s, exposed_s, loss_s, communication_s, overlap } = report.step;
+    assert!(optimizer_s > 0.0 && optimizer_s < computing_s, "{:?}", report.step);
     let step_s = report.ranks.iter().map(|row| row.computing_s + row.waiting_s).sum::<f64>() / 4.0 / 30.0;
     assert!((computing_s + exposed_s + loss_s - step_s).abs() < 1e-9, "{:?} of {step_s} s", report.step);
     assert!(communication_s > 0.0 && overlap.is_some_and(|share| (0.0..=1.0).contains(&share)), "{:?}", report.step);
@@ -278,6 +357,22 @@ fn gradient_accumulation_is_one_larger_batch() {
     let report = run(&args(&folder.join("a.svg"), &["--config", file.to_str().unwrap()])).unwrap();
     assert_eq!((report.tokens_per_step, report.losses.len()), (4 * 2 * (2 * 16), 30));
     assert!(report.losses[29] < 0.8 * report.losses[0], "{:?}", report.losses);
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn the_report_of_a_rank_alone_is_a_step_for_a_profile() {
+    let _turn = turn();
+    let folder = folder("profile");
+    let (file, json) = (folder.join("run.toml"), folder.join("run.json"));
+    fs::write(&file, "[training]\ngradient_accumulation = 2\n").unwrap();
+    let more = ["--config", file.to_str().unwrap(), "--report", json.to_str().unwrap()];
+    let alone = Args { ranks: Some(1), ..args(&folder.join("a.svg"), &more) };
+    let report = run(&alone).unwrap();
+    let step = MeasuredStep::read_report(&json).unwrap();
+    assert_eq!((step.parameter_len, step.num_tokens), (report.num_parameters as u64, 2 * 16));
+    let computing_s = 2.0 * step.pass_s + step.optimizer_s;
+    assert!((computing_s - report.step.computing_s).abs() < 1e-9, "{step:?}, {:?}", report.step);
     fs::remove_dir_all(folder).unwrap();
 }
 

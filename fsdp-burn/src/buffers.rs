@@ -13,8 +13,8 @@ use burn::tensor::{Device, Tensor};
 use bytes::Bytes;
 use fsdp_core::{Buffers, CommError, Communicator, Dtype, OpTag, Reduce, ReducePart, ShardLayout};
 
-use crate::host;
 use crate::survey::{Entry, replaced};
+use crate::{Error, host};
 
 /// The value of one buffer.
 #[derive(Clone)]
@@ -94,6 +94,24 @@ pub(crate) fn agree(
             Ok(own.into_iter().zip(means).map(|(buffer, bytes)| Buffer { bytes, ..buffer }).collect())
         }
     }
+}
+
+/// Refuses running statistics of Burn's own layers that compute in half precision: statistics are float32, and Burn's
+/// operations do not mix types. `compute` is the type of each parameter of the plan.
+pub(crate) fn check_precision(entries: &[Entry], managed: &[Option<usize>], compute: &[Dtype]) -> Result<(), Error> {
+    for buffer in self::entries(entries).filter(|buffer| !buffer.over_all_ranks) {
+        let layer = buffer.spec.path.split_last().map_or(&[][..], |(_, layer)| layer);
+        let beside = entries.iter().zip(managed).filter(|(entry, _)| entry.spec.path.starts_with(layer));
+        let mut dtypes = beside.filter_map(|(_, managed)| managed.map(|param| compute[param]));
+        if let Some(dtype) = dtypes.find(|dtype| dtype.size_bytes() < 4) {
+            return Err(Error::Parameter {
+                parameter: buffer.path(),
+                problem: format!("it is a float32 statistic of a layer of Burn's that computes in {dtype}"),
+                remedy: "use `fsdp_burn::nn::BatchNorm`, made from Burn's with `.into()`, or give its unit `precision = \"f32\"`",
+            });
+        }
+    }
+    Ok(())
 }
 
 struct Reader<'a> {

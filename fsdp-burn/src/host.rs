@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Dtype, ShardLayout};
 
@@ -63,6 +63,11 @@ pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
         Dtype::Bf16 => DType::BF16,
         Dtype::F16 => DType::F16,
     }
+}
+
+/// The same, where it can be nothing else than a float.
+pub(crate) fn float_dtype(dtype: Dtype) -> FloatDType {
+    burn_dtype(dtype).into()
 }
 
 pub(crate) fn tensor_data(bytes: Bytes, shape: &[usize], dtype: Dtype) -> TensorData {

@@ -54,6 +54,7 @@ extern crate self as fsdp_burn;
 struct Readme;
 
 mod buffers;
+mod casts;
 mod checkpoint;
 mod clip;
 mod distribute;
@@ -78,12 +79,14 @@ mod random;
 mod rank;
 mod recompute;
 mod saver;
+mod scaled_loss;
 mod shard_module;
 mod sharded;
 mod sum_op;
 mod survey;
 mod weights;
 
+pub use casts::{cast_input, cast_output};
 pub use checkpoint::Loaded;
 pub use engine::EngineStats;
 pub use error::Error;
@@ -97,12 +100,13 @@ pub use random::RandomState;
 pub use rank::Rank;
 pub use recompute::recompute;
 pub use saver::Saver;
+pub use scaled_loss::scale_loss;
 pub use sharded::Sharded;
 pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
+    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
     GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh, ModelShape,
     NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig,
     RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig,

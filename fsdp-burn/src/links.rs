@@ -9,6 +9,9 @@ use fsdp_core::{Axis, CommError, CommStream, Communicator, Mesh};
 pub(crate) struct Links {
     /// All-gathers over the shard axis.
     pub(crate) gather: CommStream,
+    /// All-gathers in backward, on the same thread: over the neighbours that a unit stays cut over after forward, where these
+    /// are not all of the shard axis.
+    pub(crate) regather: Option<Arc<dyn Communicator>>,
     /// Runs the reductions, over the three groups below.
     pub(crate) reduce: CommStream,
     /// Reductions over the shard axis.
@@ -25,7 +28,7 @@ pub(crate) struct Links {
 
 impl Links {
     /// Every rank makes this call at the same point of its program.
-    pub(crate) fn new(world: &dyn Communicator, mesh: &Mesh) -> Result<Self, CommError> {
+    pub(crate) fn new(world: &dyn Communicator, mesh: &Mesh, resharding: Option<usize>) -> Result<Self, CommError> {
         let rank = world.rank();
         let shard_ranks = mesh.group(Axis::Shard, rank);
         let replicas = mesh.group(Axis::Replicate, rank);
@@ -34,9 +37,15 @@ impl Links {
             0 | 1 => None,
             _ => Some(world.channel("reduce over replicas")?.subgroup(&replicas)?),
         };
+        let neighbours = resharding.and_then(|num_ranks| {
+            let first = mesh.coordinate(Axis::Shard, rank) / num_ranks * num_ranks;
+            shard_ranks.get(first..first + num_ranks)
+        });
+        let regather = neighbours.map(|ranks| world.channel("gather again")?.subgroup(ranks)).transpose()?;
         let reduce_world = world.channel("reduce over the world")?;
         Ok(Self {
             gather: CommStream::new(over_shards("gather")?, "gather")?,
+            regather,
             reduce: CommStream::new(reduce_world.clone(), "reduce")?,
             reduce_shard: over_shards("reduce over shards")?,
             reduce_replicas,

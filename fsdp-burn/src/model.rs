@@ -4,10 +4,10 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{DType, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
+use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Axis, Buffers, Communicator, Dtype, MemoryEstimate, MemoryModel, OpTag, OptimizerKind, Phase, Plan, PlannedParam,
-    PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory,
+    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
@@ -16,6 +16,7 @@ use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::{Offload, unit_on_disk};
 use crate::precision::Dtypes;
+use crate::scaled_loss::scaled;
 use crate::survey::{Entry, survey};
 use crate::{Error, Rank, Sharded, host};
 
@@ -103,7 +104,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             Some(_) => buffers::unshare(module, &entries),
             None => module,
         };
-        let links = Links::new(rank.communicator().as_ref(), &mesh)?;
+        let links = Links::new(rank.communicator().as_ref(), &mesh, config.resharding())?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
         refuse_unmanaged_adapters(&entries, &managed)?;
@@ -126,6 +127,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             precision: config.precision.clone(),
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
+        buffers::check_precision(&entries, &managed, &dtypes.compute)?;
         let trace = rank.trace().cloned();
         let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, offload, trace));
         for (param, stored) in distributed.stored.into_iter().enumerate() {
@@ -189,9 +191,7 @@ impl<M: Module> ShardedModel<M> {
 
     fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
         let loss = match self.engine.scaler() {
-            // In float32, since the scale may be beyond what half precision can hold.
-            Some(scaler) if loss.dtype() == DType::F64 => loss.mul_scalar(scaler.scale()),
-            Some(scaler) => loss.cast(FloatDType::F32).mul_scalar(scaler.scale()),
+            Some(scaler) => scaled(loss, scaler.scale()),
             None => loss,
         };
         let unmanaged = self.engine.backward(items, || loss.backward())?;
@@ -258,12 +258,13 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// An input in the element type that parameters are computed in (`precision.parameters`), as FSDP2 casts the inputs of
-    /// its root. Burn's operations do not mix types.
+    /// its root. Burn's operations do not mix types. [`cast_input`](crate::cast_input()) does it inside a model, for one unit
+    /// of it.
     ///
     /// Inputs of integers need no cast: an embedding's output has the type of its table. Costs nothing where the type is the
     /// same.
     pub fn cast_input<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        input.cast(float_dtype(self.engine.precision().parameters))
+        input.cast(host::float_dtype(self.engine.precision().parameters))
     }
 
     /// An output in `precision.output`, float32 unless the configuration says otherwise: what a loss wants.
@@ -289,7 +290,7 @@ impl<M: Module> ShardedModel<M> {
     /// # Ok::<(), fsdp_burn::Error>(())
     /// ```
     pub fn cast_output<const D: usize>(&self, output: Tensor<D>) -> Tensor<D> {
-        output.cast(float_dtype(self.engine.precision().output))
+        output.cast(host::float_dtype(self.engine.precision().output))
     }
 
     /// What the loss is multiplied with at the moment; 1 without a loss scale.
@@ -314,9 +315,15 @@ impl<M: Module> ShardedModel<M> {
         self.plan().params().iter().find(has_path).map(|param| param.layout.shape())
     }
 
-    /// The unit table, with this rank's local sizes, and the element types of everything.
+    /// The unit table, with this rank's local sizes, the element types of everything, and what stays after forward.
     pub fn summary(&self) -> String {
-        format!("{}\n{}\n", self.plan().table(self.engine.shard_index()).trim_end(), self.engine.precision_summary())
+        let table = self.plan().table(self.engine.shard_index());
+        let mut text = format!("{}\n{}\n", table.trim_end(), self.engine.precision_summary());
+        if let Some(group) = &self.engine.links().regather {
+            let (num_ranks, num_shards) = (group.world_size(), self.plan.mesh().size(Axis::Shard));
+            text += &format!("after forward, units stay cut over {num_ranks} of {num_shards} ranks, for backward\n");
+        }
+        text
     }
 
     /// Shows every parameter in whole, one at a time and in plan order. *Collective*, also where only one rank looks.
@@ -336,31 +343,15 @@ impl<M: Module> ShardedModel<M> {
         Ok(())
     }
 
-    /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike.
+    /// Memory that this rank will need: its part of the process, whose ranks share what they hold alike. With the element types
+    /// of everything, and without gradients and state of what is frozen at the moment.
     ///
-    /// `activation_bytes` is what one rank's forward keeps for backward, which the model and the batch decide, in bytes;
-    /// `None` leaves it out.
-    pub fn memory_estimate(&self, optimizer: OptimizerKind, activation_bytes: Option<u64>) -> MemoryEstimate {
-        let plan = self.plan();
-        let lens = |keep| {
-            let unit_len = |unit| plan.unit_len(unit) as u64;
-            (0..plan.units().len()).filter(move |&unit| plan.units()[unit].keep == keep).map(unit_len)
-        };
-        let model = MemoryModel {
-            stage: plan.stage(),
-            optimizer,
-            accumulate: self.engine.accumulate(),
-            largest_unit_len: plan.largest_unit_len(false) as u64,
-            kept_len: lens(true).sum(),
-            ranks_per_process: plan.mesh().world_size() as u64,
-            prefetch: self.engine.prefetch().max() as u64,
-            prefetch_max_bytes: self.engine.prefetch().max_bytes.map(|bytes| bytes as u64),
-            activation_bytes,
-            tiers: self.engine.offload().memory(plan, self.engine.shard_index()),
-            ..MemoryModel::new(plan.num_params() as u64)
-        };
-        let layouts: Vec<_> = plan.params().iter().map(PlannedParam::stored_layout).collect();
-        model.exact(&layouts, self.engine.shard_index())
+    /// `activations` is what one rank's forward keeps for backward, with temporaries, which the model and the batch decide: a
+    /// number of bytes by `into()`, or what [`Transformer::activations`](crate::Transformer::activations) says; `None` leaves
+    /// it out.
+    pub fn memory_estimate(&self, optimizer: OptimizerKind, activations: Option<Activations>) -> MemoryEstimate {
+        let memory = PlanMemory { optimizer, activations, ..self.engine.memory(&self.plan) };
+        memory.estimate(&self.plan)
     }
 
     /// Waits, after a step, for the units that it has begun to gather for the next forward, and for what it writes to a disk;
@@ -418,6 +409,18 @@ impl<M: Module> ShardedModel<M> {
         if !buffers.is_empty() {
             self.module = buffers::write(self.module.clone(), &self.entries, buffers);
         }
+    }
+
+    /// Puts back the running statistics of before a forward that is not to count. What all ranks have noted together stays,
+    /// since this rank has added nothing to it.
+    #[cfg_attr(not(feature = "learner"), expect(dead_code))]
+    pub(crate) fn restore_buffers(&mut self, before: Vec<Buffer>) {
+        // Reading them is also what takes what forward has noted out of its queue, from where it would come later.
+        let now = self.buffers();
+        let over_all_ranks = buffers::entries(&self.entries).map(|entry| entry.over_all_ranks);
+        let buffers = before.into_iter().zip(now).zip(over_all_ranks);
+        let buffers = buffers.map(|((before, now), over_all_ranks)| if over_all_ranks { now } else { before });
+        self.set_buffers(buffers.collect());
     }
 
     pub(crate) fn module(&self) -> &M {
@@ -508,10 +511,6 @@ pub(crate) fn reduce_numbers<const N: usize>(
     Ok(std::array::from_fn(|index| sums.get(index).map_or(f64::NAN, |bytes| f64::from_ne_bytes(*bytes))))
 }
 
-fn float_dtype(dtype: Dtype) -> FloatDType {
-    host::burn_dtype(dtype).into()
-}
-
 /// Whether the model's device checkpoints. See [Note: Recompute, do not hold].
 fn checkpoints<M: Module>(module: &M) -> bool {
     let balanced = Some(GradientCheckpointingStrategy::Balanced);
@@ -533,11 +532,13 @@ fn refuse_unmanaged_adapters(entries: &[Entry], managed: &[Option<usize>]) -> Re
 /// Refuses what this version cannot do, before anything is sent.
 fn check_supported(plan: &Plan, entries: &[Entry]) -> Result<(), Error> {
     for unit in plan.units() {
-        let UnitOverrides { precision, offload, .. } = &unit.overrides;
-        let dtype = precision.iter().find(|name| !Dtype::PRECISIONS.contains(&name.as_str()));
+        let UnitOverrides { precision, reduce, output, offload, .. } = &unit.overrides;
+        let named = [("precision", precision), ("reduce", reduce), ("output", output)];
+        let mut named = named.into_iter().filter_map(|(word, name)| Some((word, name.as_deref()?)));
+        let dtype = named.find(|(_, name)| !Dtype::PRECISIONS.contains(name));
         let tier = offload.iter().find(|name| TierShares::of_attribute(name).is_none());
         let (problem, remedy) = match (dtype, tier) {
-            (Some(name), _) => (format!("`precision = \"{name}\"` is no element type"), "write f32, bf16 or f16"),
+            (Some((word, name)), _) => (format!("`{word} = \"{name}\"` is no element type"), "write f32, bf16 or f16"),
             (_, Some(name)) => (format!("`offload = \"{name}\"` is no tier"), "write none, cpu or nvme"),
             (None, None) => continue,
         };

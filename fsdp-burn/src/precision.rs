@@ -21,22 +21,29 @@ pub(crate) struct Dtypes {
     pub(crate) compute: Vec<Dtype>,
     /// What gradients are sent in.
     pub(crate) reduce: Vec<Dtype>,
+    /// By unit: what its output is cast to.
+    pub(crate) output: Vec<Dtype>,
 }
 
 impl Dtypes {
-    /// As the configuration says, and for parameters of single units their attribute. What is not float32 stays as it is.
+    /// As the configuration says, and for single units their attributes. Parameters that are not float32 stay as they are.
     pub(crate) fn new(plan: &Plan, master: Vec<Dtype>, config: &PrecisionConfig) -> Self {
         let of = |chosen: &dyn Fn(usize) -> Dtype| {
             let chosen = |(param, &dtype): (usize, &Dtype)| if dtype == Dtype::F32 { chosen(param) } else { dtype };
             master.iter().enumerate().map(chosen).collect()
         };
-        let overridden = |param: usize| {
-            let unit = &plan.units()[plan.params()[param].unit];
-            unit.overrides.precision.as_deref().and_then(Dtype::named)
-        };
-        let compute = of(&|param| overridden(param).unwrap_or(config.parameters));
-        let reduce = of(&|_| config.reduce);
-        Self { master, compute, reduce }
+        let overrides = |param: usize| &plan.units()[plan.params()[param].unit].overrides;
+        let named = |name: &Option<String>, otherwise| name.as_deref().and_then(Dtype::named).unwrap_or(otherwise);
+        let compute = of(&|param| named(&overrides(param).precision, config.parameters));
+        let reduce = of(&|param| named(&overrides(param).reduce, config.reduce));
+        let output = plan.units().iter().map(|unit| named(&unit.overrides.output, config.output)).collect();
+        Self { master, compute, reduce, output }
+    }
+
+    /// How the loss is scaled: as the configuration says, and if it says nothing, dynamically where anything is f16.
+    pub(crate) fn loss_scale(&self, config: &PrecisionConfig) -> Option<LossScale> {
+        let is_half = self.compute.contains(&Dtype::F16) || self.reduce.contains(&Dtype::F16);
+        config.resolved_loss_scale().or(is_half.then_some(LossScale::Dynamic))
     }
 }
 
@@ -52,11 +59,11 @@ impl fmt::Display for Summary<'_> {
             let used: Vec<_> = Dtype::ALL.into_iter().filter(|dtype| dtypes.contains(dtype)).map(Dtype::name).collect();
             used.join(" and ")
         };
-        let Dtypes { master, compute, reduce } = self.dtypes;
-        let (master, compute, reduce) = (names(master), names(compute), names(reduce));
+        let Dtypes { master, compute, reduce, output } = self.dtypes;
+        let [master, compute, reduce, output] = [master, compute, reduce, output].map(|dtypes| names(dtypes));
         write!(f, "parameters and optimizer state in {master}, computed in {compute}, gradients sent in {reduce}")?;
-        write!(f, ", outputs cast to {}, ", self.config.output)?;
-        match self.config.resolved_loss_scale() {
+        write!(f, ", outputs cast to {output}, ")?;
+        match self.dtypes.loss_scale(self.config) {
             None => f.write_str("no loss scale"),
             Some(LossScale::Dynamic) => f.write_str("a dynamic loss scale"),
             Some(LossScale::Fixed(scale)) => write!(f, "a loss scale of {scale}"),

@@ -8,7 +8,7 @@ use fsdp_core::ParamSpec;
 
 use crate::Error;
 use crate::lora::LORA;
-use crate::nn::HOLDS_INDICES_ONLY;
+use crate::nn::{HOLDS_INDICES_ONLY, OVER_ALL_RANKS};
 
 /// What Burn calls its own embedding when it is visited, and every other type of that name.
 const EMBEDDING: &str = "Struct:Embedding";
@@ -26,6 +26,8 @@ pub(crate) struct Entry {
     pub(crate) dims: usize,
     /// Read through `Param::val()`. Running statistics are not: they are buffers, and stay whole.
     pub(crate) is_param: bool,
+    /// Belongs to a norm over the batches of all ranks, so that a buffer is what all ranks have seen.
+    pub(crate) over_all_ranks: bool,
     /// Index of the first entry of the same parameter, if that is another one: tied weights.
     pub(crate) tied_to: Option<usize>,
     /// Its part in a LoRA adapter. A base comes right before its two factors.
@@ -135,6 +137,10 @@ impl ModuleVisitor for Surveyor {
         if let (true, HOLDS_INDICES_ONLY, Some(entry)) = (self.in_embedding, name, self.entries.last_mut()) {
             entry.spec.held_by_op = false;
         }
+        if name == OVER_ALL_RANKS {
+            let of_norm = self.entries.iter_mut().rev().take_while(|entry| entry.spec.path.starts_with(&self.path));
+            of_norm.for_each(|entry| entry.over_all_ranks = true);
+        }
         self.path.push(name.to_owned());
     }
 
@@ -155,7 +161,8 @@ impl ModuleVisitor for Surveyor {
             also: Vec::new(),
         };
         let lora = self.in_adapter.then_some(LoraPart::Factor);
-        self.entries.push(Entry { spec, id: param.id, dims: D, is_param: false, tied_to: None, lora });
+        let (is_param, over_all_ranks) = (false, false);
+        self.entries.push(Entry { spec, id: param.id, dims: D, is_param, over_all_ranks, tied_to: None, lora });
     }
 }
 

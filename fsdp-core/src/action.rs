@@ -10,8 +10,12 @@ pub enum Action {
     Gather(UnitIndex),
     /// Wait until the unit is gathered.
     WaitGather(UnitIndex),
-    /// Drop the gathered copy. One that is still under way is dropped when it arrives.
+    /// Drop the gathered copy, or what is left of it. One that is still under way is dropped when it arrives.
     Free(UnitIndex),
+    /// Drop the gathered copy but for this rank's block of a smaller group of ranks.
+    Reshard(UnitIndex),
+    /// Start the all-gather of these blocks over the smaller group; [`Action::WaitGather`] waits for it.
+    Regather(UnitIndex),
     /// Start the reduction of the unit's gradients over the ranks.
     Reduce(UnitIndex),
     /// Wait until the unit's gradients are reduced.

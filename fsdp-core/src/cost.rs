@@ -52,7 +52,7 @@ impl UnitTraffic {
 ///
 /// With P parameters on N ranks, each rank sends 2P(N−1)/N elements at stages 0 to 2, and 3P(N−1)/N at stage 3, less
 /// P(N−1)/N for units that skip the second gather: those marked `keep`, and the last of the others, which
-/// is still there when backward begins.
+/// is still there when backward begins. Where units stay cut over k ranks after forward, the second gather sends P(k−1)/k.
 ///
 /// ```
 /// use fsdp_core::{Stage, TrafficModel, UnitTraffic};
@@ -71,6 +71,8 @@ pub struct TrafficModel {
     pub stage: Stage,
     /// Ranks along the shard axis.
     pub num_shards: u64,
+    /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis.
+    pub reshard: Option<u64>,
     /// Ranks along the replicate axis. Where there is more than one, stages 1 to 3 all-reduce each reduced shard over it.
     pub num_replicas: u64,
     /// Micro-batches per step.
@@ -82,7 +84,8 @@ pub struct TrafficModel {
 impl TrafficModel {
     /// One micro-batch per step on a mesh without replicas.
     pub fn new(stage: Stage, num_shards: u64) -> Self {
-        Self { stage, num_shards, num_replicas: 1, num_micro_batches: 1, accumulate: Accumulate::default() }
+        let (num_replicas, num_micro_batches, accumulate) = (1, 1, Accumulate::default());
+        Self { stage, num_shards, reshard: None, num_replicas, num_micro_batches, accumulate }
     }
 
     /// The traffic of one optimizer step over `units`, in the order of forward. The collectives of a shard axis of size 1
@@ -99,12 +102,15 @@ impl TrafficModel {
                 step += StepTraffic::all_reduce(self.num_shards * self.num_replicas, unit.full_len) * num_reductions;
                 continue;
             }
-            let num_gathers = match self.stage.shards_parameters() {
-                true if unit.keep || last == Some(i) => self.num_micro_batches,
-                true => 2 * self.num_micro_batches,
-                false => 1,
+            let gather = StepTraffic::all_gather(self.num_shards, unit.shard_len);
+            step += match self.stage.shards_parameters() {
+                true => gather * self.num_micro_batches,
+                false => gather,
             };
-            step += StepTraffic::all_gather(self.num_shards, unit.shard_len) * num_gathers;
+            if self.stage.shards_parameters() && !unit.keep && last != Some(i) {
+                let again = self.reshard.map(|ranks| StepTraffic::all_gather(ranks, unit.full_len.div_ceil(ranks)));
+                step += again.unwrap_or(gather) * self.num_micro_batches;
+            }
             step += StepTraffic::reduce_scatter(self.num_shards, unit.shard_len) * num_reductions;
             if self.num_replicas > 1 {
                 step += StepTraffic::all_reduce(self.num_replicas, unit.shard_len) * num_reductions;
@@ -114,7 +120,8 @@ impl TrafficModel {
     }
 }
 
-/// What one rank sends, as a number of collectives, of messages and of elements.
+/// What one rank sends, as a number of collectives, of messages and of elements. Sums stay at the largest number rather
+/// than overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTraffic {
     /// All-reduces.
@@ -133,7 +140,7 @@ impl StepTraffic {
     /// Gathers shards of `shard_len` elements from `num_ranks` ranks.
     pub fn all_gather(num_ranks: u64, shard_len: u64) -> Self {
         let num_messages = num_ranks.saturating_sub(1);
-        Self { num_all_gather: 1, num_messages, sent_len: num_messages * shard_len, ..Self::default() }
+        Self { num_all_gather: 1, num_messages, sent_len: num_messages.saturating_mul(shard_len), ..Self::default() }
     }
 
     /// Reduces to shards of `shard_len` elements on `num_ranks` ranks: a gather that runs backwards.
@@ -155,17 +162,17 @@ impl StepTraffic {
 
     /// Bytes that one rank sends, with elements of `element_bytes`.
     pub fn sent_bytes(&self, element_bytes: u64) -> u64 {
-        self.sent_len * element_bytes
+        self.sent_len.saturating_mul(element_bytes)
     }
 }
 
 impl AddAssign for StepTraffic {
     fn add_assign(&mut self, other: Self) {
-        self.num_all_reduce += other.num_all_reduce;
-        self.num_all_gather += other.num_all_gather;
-        self.num_reduce_scatter += other.num_reduce_scatter;
-        self.num_messages += other.num_messages;
-        self.sent_len += other.sent_len;
+        self.num_all_reduce = self.num_all_reduce.saturating_add(other.num_all_reduce);
+        self.num_all_gather = self.num_all_gather.saturating_add(other.num_all_gather);
+        self.num_reduce_scatter = self.num_reduce_scatter.saturating_add(other.num_reduce_scatter);
+        self.num_messages = self.num_messages.saturating_add(other.num_messages);
+        self.sent_len = self.sent_len.saturating_add(other.sent_len);
     }
 }
 
@@ -175,11 +182,11 @@ impl std::ops::Mul<u64> for StepTraffic {
 
     fn mul(self, times: u64) -> Self {
         Self {
-            num_all_reduce: self.num_all_reduce * times,
-            num_all_gather: self.num_all_gather * times,
-            num_reduce_scatter: self.num_reduce_scatter * times,
-            num_messages: self.num_messages * times,
-            sent_len: self.sent_len * times,
+            num_all_reduce: self.num_all_reduce.saturating_mul(times),
+            num_all_gather: self.num_all_gather.saturating_mul(times),
+            num_reduce_scatter: self.num_reduce_scatter.saturating_mul(times),
+            num_messages: self.num_messages.saturating_mul(times),
+            sent_len: self.sent_len.saturating_mul(times),
         }
     }
 }

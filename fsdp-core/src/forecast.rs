@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Job, MemoryEstimate, Mesh, SimOptions, SimReport, Stage, human_bytes, simulate};
+use crate::{Job, MemoryEstimate, Mesh, SimOptions, SimReport, Stage, TierBytes, human_bytes, simulate};
 
 /// Step times within this share of each other count as equal.
 const EQUAL: f64 = 0.02;
@@ -17,6 +17,8 @@ pub struct StageForecast {
     pub stage: Stage,
     /// What the first rank holds, which has the largest blocks.
     pub memory: MemoryEstimate,
+    /// What of it lies below the device's memory.
+    pub tiers: TierBytes,
     /// The step in the simulator: times and traffic, with the spans of rank 0.
     pub report: SimReport,
     /// Whether the peak fits into the device; `None` if its size is not given.
@@ -83,6 +85,7 @@ impl Forecast {
                 fits: device_bytes.map(|bytes| memory.peak_or_known_bytes() <= bytes),
                 min_ranks: device_bytes.and_then(|bytes| min_ranks_of(job, stage, bytes)),
                 memory,
+                tiers: job.tier_bytes(stage),
             }
         };
         let stages: Vec<_> = Stage::ALL.into_iter().map(forecast).collect();

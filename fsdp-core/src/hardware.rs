@@ -1,7 +1,9 @@
-//! Devices and links by name, each figure with its source, and what a collective costs on them.
+//! Devices, links and disks by name, each figure with its source, and what a collective costs on them.
 //!
 //! Figures are peaks from data sheets, per device and direction. What a program reaches of a device's arithmetic is less:
 //! callers multiply it with a share of their own.
+
+use serde::{Deserialize, Serialize};
 
 use crate::{Link, StepTraffic};
 
@@ -20,6 +22,8 @@ pub struct Device {
     pub memory_bytes_per_s: f64,
     /// The link between devices of one node, by its name in [`NamedLink::ALL`].
     pub link: &'static str,
+    /// The link to the memory of its host, likewise.
+    pub host_link: &'static str,
     /// Where the figures come from.
     pub source: &'static str,
 }
@@ -34,6 +38,7 @@ impl Device {
             flops_32: 66.9e12,
             memory_bytes_per_s: 3.35e12,
             link: "nvlink4",
+            host_link: "pcie5",
             source: "NVIDIA H100 Tensor Core GPU Architecture, white paper, 2022: H100 SXM5",
         },
         Device {
@@ -43,6 +48,7 @@ impl Device {
             flops_32: 66.9e12,
             memory_bytes_per_s: 4.8e12,
             link: "nvlink4",
+            host_link: "pcie5",
             source: "NVIDIA H200 Tensor Core GPU, data sheet, 2024: H200 SXM",
         },
         Device {
@@ -52,6 +58,7 @@ impl Device {
             flops_32: 19.5e12,
             memory_bytes_per_s: 2.039e12,
             link: "nvlink3",
+            host_link: "pcie4",
             source: "NVIDIA A100 Tensor Core GPU, data sheet, 2022: A100 80GB SXM",
         },
         Device {
@@ -61,6 +68,7 @@ impl Device {
             flops_32: 82.6e12,
             memory_bytes_per_s: 1.008e12,
             link: "pcie4",
+            host_link: "pcie4",
             source: "NVIDIA Ada GPU Architecture, white paper, 2022: GeForce RTX 4090",
         },
     ];
@@ -68,6 +76,56 @@ impl Device {
     /// The device called `name`, whatever its case.
     pub fn find(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|device| device.name.eq_ignore_ascii_case(name))
+    }
+}
+
+/// Bytes per second of what lies below a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TierRate {
+    /// Towards the device.
+    pub read_bytes_per_s: f64,
+    /// Away from it.
+    pub write_bytes_per_s: f64,
+}
+
+impl TierRate {
+    /// So fast that moving takes no time.
+    pub const FREE: TierRate = TierRate { read_bytes_per_s: f64::INFINITY, write_bytes_per_s: f64::INFINITY };
+
+    /// The part of one of `num_users` that share `num_disks`.
+    pub fn shared(self, num_disks: u64, num_users: u64) -> Self {
+        let part = num_disks as f64 / num_users.max(1) as f64;
+        Self { read_bytes_per_s: part * self.read_bytes_per_s, write_bytes_per_s: part * self.write_bytes_per_s }
+    }
+}
+
+/// A disk as its maker describes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Disk {
+    /// The name that commands take.
+    pub name: &'static str,
+    /// Sequential reads and writes.
+    pub rate: TierRate,
+    /// Where the figures come from.
+    pub source: &'static str,
+}
+
+impl Disk {
+    /// All that are known.
+    pub const ALL: [Disk; 3] = [
+        Self::new("pm9a3", 6.5e9, 3.5e9, "Samsung PM9A3, announcement, 2020: U.2, PCI Express 4.0"),
+        Self::new("990pro", 7.45e9, 6.9e9, "Samsung 990 PRO, announcement, 2022: M.2, PCI Express 4.0"),
+        Self::new("9100pro", 14.7e9, 13.4e9, "Samsung 9100 PRO, announcement, 2025: M.2, PCI Express 5.0"),
+    ];
+
+    const fn new(name: &'static str, read_bytes_per_s: f64, write_bytes_per_s: f64, source: &'static str) -> Self {
+        Self { name, rate: TierRate { read_bytes_per_s, write_bytes_per_s }, source }
+    }
+
+    /// The disk called `name`, whatever its case.
+    pub fn find(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|disk| disk.name.eq_ignore_ascii_case(name))
     }
 }
 
@@ -177,7 +235,7 @@ impl Network {
         let side_by_side = placed.num_ranks.div_ceil(placed.num_nodes);
         let between = self.between.beta_s_per_byte / side_by_side as f64;
         let narrowest = if side_by_side == 1 { between } else { between.max(self.in_node.beta_s_per_byte) };
-        latency_s + narrowest * (hops * shard_bytes) as f64
+        latency_s + narrowest * hops as f64 * shard_bytes as f64
     }
 
     /// Seconds of an all-reduce of `full_bytes`: a reduce-scatter, then an all-gather.
@@ -195,8 +253,14 @@ mod tests {
         assert_eq!(Device::find("h100").unwrap().memory_bytes, 80_000_000_000);
         assert_eq!(Device::find("H300"), None);
         for device in Device::ALL {
-            assert!(NamedLink::find(device.link).is_some(), "{} has an unknown link", device.name);
+            for link in [device.link, device.host_link] {
+                assert!(NamedLink::find(link).is_some(), "{} has an unknown link", device.name);
+            }
             assert!(device.source.contains("20"), "{} needs a source with its year", device.name);
+        }
+        for disk in Disk::ALL {
+            assert_eq!(Disk::find(&disk.name.to_uppercase()), Some(disk));
+            assert!(disk.source.contains("20"), "{} needs a source with its year", disk.name);
         }
         for link in NamedLink::ALL {
             assert!(link.source.len() > 20, "{}", link.name);

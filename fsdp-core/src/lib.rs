@@ -29,6 +29,7 @@
 //!
 //! | module | what it decides |
 //! |---|---|
+//! | `table` | text in columns |
 //! | `dtype`, `stage`, `policy`, `layout`, `mesh` | element types; the stages; a model's rules; who owns which elements; ranks as a grid |
 //! | `spec` | which axis cuts which dimension of a parameter |
 //! | `action`, `schedule` | when units are gathered, freed, reduced and stepped |
@@ -39,11 +40,11 @@
 //! | `trace` | spans of a run, written for a viewer of traces |
 //! | `hardware`, `shape`, `transformer` | devices and links by name; models as sizes |
 //! | `simulate`, `forecast` | a step priced and run on many ranks; all stages side by side |
-//! | `profile` | what was measured of a machine |
 //! | `comm` | collectives: the contract, threads as ranks, processes that share memory ([`hosts`]), and wrappers |
 //! | `net` | how processes find each other, and learn of each other's failures |
 //! | `socket` | processes as ranks, connected by sockets |
 //! | `tier` | a store below memory: a rank's state in a file on a fast disk |
+//! | `profile` | what was measured of a machine |
 //! | [`checkpoint`] | saved state: its format, how it is committed, and how another world reads it |
 //! | `testing` | ranks under a time limit, and the suite every communicator must pass (feature `testing`) |
 
@@ -65,6 +66,7 @@ mod mpi;
 mod net;
 mod parts;
 mod plan;
+mod plan_memory;
 mod policy;
 mod profile;
 mod schedule;
@@ -73,6 +75,7 @@ mod simulate;
 mod socket;
 mod spec;
 mod stage;
+mod table;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tier;
@@ -94,28 +97,32 @@ pub use config::{
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
-pub use hardware::{Device, NamedLink, Network, Placement};
+pub use hardware::{Device, Disk, NamedLink, Network, Placement, TierRate};
 pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
-pub use memory::{ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks};
+pub use memory::{
+    Activations, ComputePrecision, MemoryEstimate, MemoryModel, OptimizerKind, TierModel, human_bytes, min_ranks,
+};
 pub use mesh::{Axis, Mesh, MeshError};
 #[cfg(all(feature = "mpi", target_os = "linux"))]
 pub use mpi::{Mpi, MpiWorld};
 pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret, Standing, Stragglers};
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
+pub use plan_memory::PlanMemory;
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
-pub use profile::{Profile, ProfileError, ProfileOptions};
+pub use profile::{MeasuredStep, Profile, ProfileError, ProfileOptions};
 pub use schedule::Schedule;
-pub use shape::{ModelShape, ParamShape, ShapeError, UnitShape};
+pub use shape::{MOST_ELEMENTS, ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
-    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Program, Recorded, ReplayError, Scope,
-    Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, Tried, UnitWork, Uses, Variation, Workload,
-    sensitivity, simulate, timeline,
+    BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Moved, Placed, Program, Recorded,
+    ReplayError, Scope, Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, TierBytes, TierRates,
+    TierTraffic, TierWork, Tried, UnitWork, Uses, Variation, Workload, sensitivity, simulate, timeline,
 };
 pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};
 pub use stage::{Stage, UnknownStage};
+pub use table::{Table, grouped};
 pub use tier::{Slot, Tier, TierEngine, TierError, TierOptions, TierStats, Transfer};
 pub use trace::{Span, SpanKind, Trace, TraceStream};
 pub use transformer::Transformer;

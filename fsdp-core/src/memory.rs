@@ -58,6 +58,31 @@ impl ComputePrecision {
     }
 }
 
+/// What a rank holds beside parameters, optimizer state and gradients, in bytes, where a step holds most.
+///
+/// [Note: Where a step holds most]
+/// As backward goes through a model, activations are let go of and gradients appear, and at each unit there are temporaries.
+/// So most is held at one of two ends: where the last unit's backward runs, with the activations of all, or where the first
+/// unit's does, with the gradients of all others. In the graph's products a weight's gradient is made for each sample and then
+/// summed, and the Flex backend makes an output in two copies, of which one is dropped before it computes: of ranks that share
+/// a processor, only those that it runs hold both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Activations {
+    /// Up to the backward of the last unit.
+    pub begin_bytes: u64,
+    /// In the backward of the first unit, when all other gradients are there.
+    pub last_bytes: u64,
+    /// The part of `begin_bytes` that a rank holds only while a processor runs it.
+    pub transient_bytes: u64,
+}
+
+/// Where activations are one number, they are held when backward begins.
+impl From<u64> for Activations {
+    fn from(begin_bytes: u64) -> Self {
+        Self { begin_bytes, ..Self::default() }
+    }
+}
+
 /// What of the state lies on a disk, and what that takes in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TierModel {
@@ -73,7 +98,7 @@ pub struct TierModel {
 
 impl TierModel {
     /// The part of `bytes` that stays in memory, of which `share` lies on the disk.
-    fn rest(bytes: u64, share: f64) -> u64 {
+    pub(crate) fn rest(bytes: u64, share: f64) -> u64 {
         (bytes as f64 * (1.0 - share.clamp(0.0, 1.0))).round() as u64
     }
 
@@ -81,7 +106,7 @@ impl TierModel {
     /// is read for the next unit, what is being written of the last one, and twice what is stepped, which is packed; of
     /// gradients the next ones, those that are stepped, and their multiple; of parameters the next, the old, the new and
     /// those being written.
-    fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
+    pub(crate) fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
         let of = |share: f64, bytes: u64, copies: u64| if share > 0.0 { copies * bytes } else { 0 };
         let moving =
             of(self.parameters, parameters, 4) + of(self.gradients, gradients, 3) + of(self.optimizer, optimizer, 4);
@@ -131,8 +156,11 @@ pub struct MemoryModel {
     pub prefetch: u64,
     /// Limit of the gathered units, in bytes, beyond which none is gathered ahead. `None`: no limit.
     pub prefetch_max_bytes: Option<u64>,
-    /// What forward keeps for backward, with the temporaries of the loss, in bytes per rank, where it is known.
-    pub activation_bytes: Option<u64>,
+    /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis. Matters at stage 3
+    /// only.
+    pub reshard: Option<u64>,
+    /// Activations and temporaries of a rank, where they are known.
+    pub activations: Option<Activations>,
     /// What lies on a disk. Default: nothing.
     pub tiers: TierModel,
 }
@@ -152,7 +180,8 @@ impl MemoryModel {
             kept_len: 0,
             prefetch: 0,
             prefetch_max_bytes: None,
-            activation_bytes: None,
+            reshard: None,
+            activations: None,
             tiers: TierModel::default(),
         }
     }
@@ -202,14 +231,23 @@ impl MemoryModel {
             Stage::Gradients | Stage::Parameters => shard_len,
         };
         // A single rank has nothing to gather.
-        let gathered_len = if self.stage.shards_parameters() && shard_len < full_len {
+        let gathers = self.stage.shards_parameters() && shard_len < full_len;
+        // All but what stays gathered: the kept units, and the last of the others.
+        let passing_len = full_len.saturating_sub(self.kept_len).saturating_sub(self.largest_unit_len);
+        let resharded_len = match self.reshard {
+            Some(num_ranks) if gathers => passing_len.div_ceil(num_ranks.max(1)),
+            _ => 0,
+        };
+        // Of what is gathered again, only a smaller group has the same copy.
+        let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process.max(1));
+        let gathered_len = if gathers {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
             let at_most = window_len.saturating_add(self.kept_len).min(full_len);
             // A limit stops what is gathered ahead, but neither the unit in use nor the kept ones.
             let in_use = self.largest_unit_len.saturating_add(self.kept_len);
             let limit = self.prefetch_max_bytes.map_or(u64::MAX, |bytes| bytes / element_bytes);
-            shared(at_most.min(limit.max(in_use)))
+            at_most.min(limit.max(in_use)).div_ceil(shared_among.max(1))
         } else {
             0
         };
@@ -217,6 +255,13 @@ impl MemoryModel {
             Stage::OptimizerState => 0,
             _ => self.largest_unit_len.saturating_mul(2).min(full_len),
         };
+        // Of the unit that is reduced last, nothing is there when its backward begins; the one before it may be on its way.
+        let unit_gradient_len =
+            (gradient_len as f64 * self.largest_unit_len.min(full_len) as f64 / full_len.max(1) as f64) as u64;
+        let is_alone = shard_len == full_len && self.ranks_per_process <= 1;
+        // A rank alone has nobody to wait for: half of the time it is gone already.
+        let on_its_way_len = if is_alone { in_flight_len / 4 } else { in_flight_len / 2 };
+        let before_last_len = gradient_len - unit_gradient_len + on_its_way_len;
         let stepped_len = if self.stage.shards_optimizer() { shard_len } else { full_len };
         // Of the largest unit, this rank's part.
         let unit_len = (self.largest_unit_len.max(self.kept_len) as f64 * stepped_len as f64 / full_len.max(1) as f64)
@@ -229,8 +274,11 @@ impl MemoryModel {
             optimizer_bytes: TierModel::rest(optimizer_bytes * stepped_len, self.tiers.optimizer),
             tier_bytes,
             gathered_bytes: element_bytes * gathered_len,
+            resharded_bytes: element_bytes * resharded_len,
             in_flight_bytes: element_bytes * in_flight_len,
-            activation_bytes: self.activation_bytes,
+            before_last_bytes: TierModel::rest(element_bytes * before_last_len, self.tiers.gradients),
+            activation_bytes: self.activations.map(|activations| activations.begin_bytes),
+            last_unit_bytes: self.activations.map_or(0, |activations| activations.last_bytes),
         }
     }
 }
@@ -246,30 +294,40 @@ pub struct MemoryEstimate {
     pub optimizer_bytes: u64,
     /// Units that are gathered at once, at most.
     pub gathered_bytes: u64,
+    /// This rank's blocks of a smaller group, which it holds from forward to backward; 0 where units are freed after forward.
+    pub resharded_bytes: u64,
     /// Whole gradients of the unit that backward works on, and of the one that is being reduced.
     pub in_flight_bytes: u64,
     /// What lies on a disk and is in memory for a step, with the buffers for that; 0 where nothing is offloaded.
     pub tier_bytes: u64,
-    /// Activations, where they are known.
+    /// Gradients of all units but the one that is reduced last, when its backward begins.
+    pub before_last_bytes: u64,
+    /// Activations and temporaries when backward begins, where they are known.
     pub activation_bytes: Option<u64>,
+    /// Those of the unit that is reduced last, in its backward; 0 where they are not known.
+    pub last_unit_bytes: u64,
 }
 
 impl MemoryEstimate {
     /// Parameters, gradients and optimizer state: what lives through the whole run.
     pub fn state_bytes(&self) -> u64 {
-        self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        [self.gradient_bytes, self.optimizer_bytes].into_iter().fold(self.parameter_bytes, u64::saturating_add)
     }
 
     /// The most that is held at once, or `None` where activations are not known.
     ///
-    /// Not the sum of all parts: activations are complete when backward begins, gradients when it ends. One grows as the
-    /// other shrinks, so the peak is at one of the two ends; or in the step, where what is offloaded passes through memory.
+    /// Not the sum of all parts: activations and resharded blocks are complete when backward begins, gradients when it ends.
+    /// One grows as the other shrinks, so the peak is at one of the two ends, see [Note: Where a step holds most]; or in the
+    /// step, where what is offloaded passes through memory.
     pub fn peak_bytes(&self) -> Option<u64> {
-        let always = self.parameter_bytes + self.optimizer_bytes + self.gathered_bytes;
-        let end = self.gradient_bytes + self.in_flight_bytes;
+        let sum = |parts: &[u64]| parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part));
+        let always = sum(&[self.parameter_bytes, self.optimizer_bytes, self.gathered_bytes]);
+        let end = sum(&[self.gradient_bytes, self.in_flight_bytes]);
+        let last = sum(&[self.before_last_bytes, self.last_unit_bytes]);
         // Of whole gradients nothing is left by then.
-        let step = self.gradient_bytes + self.tier_bytes;
-        self.activation_bytes.map(|begin| always + begin.max(end).max(step))
+        let step = sum(&[self.gradient_bytes, self.tier_bytes]);
+        let begin = |activations: u64| sum(&[activations, self.resharded_bytes]);
+        self.activation_bytes.map(|activations| sum(&[always, begin(activations).max(last).max(end).max(step)]))
     }
 
     /// The most that is held at once of what is known: activations that are not known count as none.
@@ -291,6 +349,9 @@ impl fmt::Display for MemoryEstimate {
         ];
         for (name, bytes) in parts {
             writeln!(f, "{name:<15} {:>10}", human_bytes(bytes))?;
+        }
+        if self.resharded_bytes > 0 {
+            writeln!(f, "{:<15} {:>10}", "kept for backward", human_bytes(self.resharded_bytes))?;
         }
         if self.tier_bytes > 0 {
             writeln!(f, "{:<15} {:>10}", "from the disk", human_bytes(self.tier_bytes))?;
@@ -433,19 +494,24 @@ mod tests {
              peak              44.0 KiB  (activations not included)"
         );
         assert_eq!(model.average().peak_bytes(), None);
-        let known = MemoryModel { activation_bytes: Some(17 * 1024), ..model };
+        let known = MemoryModel { activations: Some((17 * 1024).into()), ..model };
         assert!(known.average().to_string().ends_with("activations       17.0 KiB\npeak              45.0 KiB"));
     }
 
     #[test]
     fn the_peak_is_where_backward_begins_or_where_it_ends() {
         let model = MemoryModel { num_shards: 2, largest_unit_len: 100, ..MemoryModel::new(1000) };
-        let peak =
-            |activations| MemoryModel { activation_bytes: Some(activations), ..model.clone() }.average().peak_bytes();
+        let peak = |activations: u64| {
+            MemoryModel { activations: Some(activations.into()), ..model.clone() }.average().peak_bytes()
+        };
         // Parameters 2000, optimizer 4000, gathered 400; at the end gradients 2000 and 800 in flight.
         assert_eq!(peak(0), Some(9200));
         assert_eq!(peak(2800), Some(9200));
         assert_eq!(peak(5000), Some(11400));
+        // Before the last unit, nine tenths of the gradients, one unit on its way, and what that unit holds itself.
+        let known = |last_bytes| Activations { begin_bytes: 0, last_bytes, transient_bytes: 0 };
+        let model = MemoryModel { activations: Some(known(3000)), ..model };
+        assert_eq!(model.average().peak_bytes(), Some(2000 + 4000 + 400 + 1800 + 400 + 3000));
     }
 
     #[test]

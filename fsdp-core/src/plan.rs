@@ -5,7 +5,7 @@ use std::fmt;
 use crate::{
     Dtype, FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
 };
-use crate::{UnitTraits, WrapPolicy};
+use crate::{Table, UnitTraits, WrapPolicy, grouped};
 
 /// Name of the unit of all parameters that no rule puts elsewhere.
 pub const ROOT_UNIT: &str = "root";
@@ -317,7 +317,7 @@ impl Plan {
 
     /// The unit table as text, with local sizes of the rank at `shard_index` of the shard axis.
     pub fn table(&self, shard_index: usize) -> String {
-        let mut rows = vec![["unit".to_owned(), "parameters".into(), "logical".into(), "local".into(), "".into()]];
+        let mut table = Table::new(["unit", "parameters", "logical", "local", ""]).with_notes();
         for (index, unit) in self.units.iter().enumerate() {
             let local: usize = self.unit_params(index).map(|param| self.local_len(param, shard_index)).sum();
             let replicated = self.unit_params(index).all(|param| param.replicated);
@@ -331,15 +331,15 @@ impl Plan {
             notes.extend(
                 self.unit_params(index).flat_map(|param| &param.also).map(|path| format!("also used as {path}")),
             );
-            let counts = [unit.params.len(), self.unit_len(index), local].map(grouped);
+            let counts = [unit.params.len(), self.unit_len(index), local].map(|count| grouped(count as u64));
             let [num_params, logical, local] = counts;
-            rows.push([unit.name.clone(), num_params, logical, local, notes.join(", ")]);
+            table.row([unit.name.clone(), num_params, logical, local, notes.join(", ")]);
         }
         let local: usize = self.params.iter().map(|param| self.local_len(param, shard_index)).sum();
-        let counts = [self.params.len(), self.num_params(), local].map(grouped);
+        let counts = [self.params.len(), self.num_params(), local].map(|count| grouped(count as u64));
         let [num_params, logical, local] = counts;
-        rows.push(["total".into(), num_params, logical, local, "elements".into()]);
-        aligned(&rows)
+        table.row(["total".into(), num_params, logical, local, "elements".into()]);
+        table.to_string()
     }
 
     fn place(&mut self, policy: &WrapPolicy, param: &ParamSpec, matched: &mut [bool]) -> Result<(), PlanError> {
@@ -458,35 +458,6 @@ fn unit_name(pattern: &[String], role: Role, path: &[String]) -> String {
 
 fn is_index(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
-}
-
-/// `1234567` as `1,234,567`.
-pub(crate) fn grouped(number: usize) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// Columns of equal width: the first to the left, the last as it is, the others to the right.
-pub(crate) fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let mut text = String::new();
-    for row in rows {
-        let cells = row.iter().enumerate().map(|(column, cell)| match column {
-            0 => format!("{cell:<width$}", width = width(column)),
-            _ if column == N - 1 => cell.clone(),
-            _ => format!("{cell:>width$}", width = width(column)),
-        });
-        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
-        text.push('\n');
-    }
-    text
 }
 
 #[cfg(test)]

@@ -35,6 +35,10 @@ pub struct UnitOverrides {
     pub prefetch: Option<usize>,
     /// Element type of computation and gather, by its name in the configuration file.
     pub precision: Option<String>,
+    /// Element type in which gradients are sent, by the same name.
+    pub reduce: Option<String>,
+    /// Element type that the unit's output is cast to, by the same name.
+    pub output: Option<String>,
     /// Tier of the unit's parameters, gradients and optimizer state: `none`, `cpu` or `nvme`.
     pub offload: Option<String>,
 }
@@ -87,6 +91,18 @@ impl FieldRule {
     /// Sets [`UnitOverrides::precision`].
     pub fn precision(mut self, name: &str) -> Self {
         self.overrides.precision = Some(name.to_owned());
+        self
+    }
+
+    /// Sets [`UnitOverrides::reduce`].
+    pub fn reduce(mut self, name: &str) -> Self {
+        self.overrides.reduce = Some(name.to_owned());
+        self
+    }
+
+    /// Sets [`UnitOverrides::output`].
+    pub fn output(mut self, name: &str) -> Self {
+        self.overrides.output = Some(name.to_owned());
         self
     }
 

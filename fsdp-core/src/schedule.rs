@@ -4,6 +4,10 @@
 //! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
 //! clock and no peers, so that every rank that is told the same answers the same.
 
+mod window;
+
+use window::before;
+
 use crate::{Action, PrefetchDepth, Stage, UnitIndex, UnitState, UnitTiers, UnitTraits};
 
 /// What the model is doing.
@@ -62,6 +66,8 @@ pub struct Schedule {
     stage: Stage,
     units: Vec<Unit>,
     depth: PrefetchDepth,
+    /// What forward lets go of stays cut over a smaller group until backward.
+    reshards: bool,
     pass: Pass,
     current: Option<UnitIndex>,
     /// Order of use, learned in the last complete pass of each kind and checked in every later one.
@@ -105,6 +111,7 @@ impl Schedule {
             stage,
             units: units.iter().enumerate().map(unit).collect(),
             depth,
+            reshards: false,
             pass: Pass::Idle,
             current: None,
             forward_order: Vec::new(),
@@ -139,6 +146,12 @@ impl Schedule {
         for (unit, &tiers) in self.units.iter_mut().zip(tiers) {
             unit.tiers = tiers;
         }
+    }
+
+    /// Says whether a unit that forward is done with stays cut over a smaller group of ranks, from which backward gathers
+    /// it again. Default: it is freed, and gathered from all.
+    pub fn set_reshards(&mut self, reshards: bool) {
+        self.reshards = reshards;
     }
 
     /// Where the parameters of `unit` are.
@@ -256,7 +269,7 @@ impl Schedule {
         let window = self.window(&self.backward_order, cursor, unit, self.depth.backward, here);
         let before = before(&self.backward_order, cursor, &self.units);
         let window = self.within_limit(window, before);
-        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward + 1, here);
+        let further = self.window(&self.backward_order, cursor, unit, self.depth.backward.saturating_add(1), here);
         let next = further.into_iter().find(|next| !window.contains(next));
         self.demand(unit, &window, next)
     }
@@ -415,87 +428,6 @@ impl Schedule {
         actions
     }
 
-    /// What is to be gathered while `unit` is used, and the one to be gathered after that.
-    fn forward_window(&self, unit: UnitIndex, cursor: usize) -> (Vec<UnitIndex>, Option<UnitIndex>) {
-        let depth = self.units[unit].traits.prefetch.unwrap_or(self.depth.forward);
-        let order = &self.forward_order;
-        let here = |next: UnitIndex| {
-            let traits = self.units[next].traits;
-            !traits.gathered_on_use || (traits.keep && order.iter().take(cursor).any(|&used| used == next))
-        };
-        let window = self.window(order, cursor, unit, depth, here);
-        let window = self.within_limit(window, before(order, cursor, &self.units));
-        let further = self.window(order, cursor, unit, depth + 1, here);
-        let next = further.into_iter().find(|next| !window.contains(next));
-        (window, next)
-    }
-
-    /// What forward is going to have gathered when it uses its first unit that is not kept. None without prefetching.
-    fn first_units(&self) -> Vec<UnitIndex> {
-        let order = &self.expected_uses;
-        let Some(&first) = order.first() else { return Vec::new() };
-        let traits = self.units[first].traits;
-        let depth = match traits.prefetch.unwrap_or(self.depth.forward) {
-            0 => return Vec::new(),
-            depth => depth + usize::from(traits.keep),
-        };
-        let here = |unit: UnitIndex| !self.units[unit].traits.gathered_on_use;
-        self.within_limit(self.window(order, 0, first, depth, here), None)
-    }
-
-    /// `unit` and those used after it, up to `depth` of them; left out are those that are `here` by then. Kept units on
-    /// the way are gathered with them and take no place, since they stay anyway; nor do further parts of a unit.
-    fn window(
-        &self,
-        order: &[UnitIndex],
-        cursor: usize,
-        unit: UnitIndex,
-        depth: usize,
-        here: impl Fn(UnitIndex) -> bool,
-    ) -> Vec<UnitIndex> {
-        let mut window = vec![unit];
-        if order.get(cursor) != Some(&unit) {
-            return window;
-        }
-        let mut places = depth;
-        for &next in &order[cursor + 1..] {
-            let is_part = window.iter().any(|&other| self.are_parts(other, next));
-            if places == 0 && !is_part {
-                break;
-            }
-            if !window.contains(&next) && !here(next) {
-                places -= usize::from(!is_part && !self.units[next].traits.keep);
-                window.push(next);
-            }
-        }
-        window
-    }
-
-    /// The start of `window` that fits [`PrefetchDepth::max_bytes`]; at least its first unit.
-    ///
-    /// [Note: A limit that all ranks agree on]
-    /// Gathers must start in the same order on every rank, also where a rank leaves out a branch of the model and frees
-    /// a unit earlier or later than its peers. So what counts against the limit is not what this rank holds now, but
-    /// what all of them may hold: the kept units, gathered or not, and those of the window.
-    fn within_limit(&self, mut window: Vec<UnitIndex>, before: Option<UnitIndex>) -> Vec<UnitIndex> {
-        let Some(limit) = self.depth.max_bytes else { return window };
-        let kept = self.units.iter().map(|unit| unit.traits).filter(|traits| traits.keep);
-        // A kept unit is used while the unit before it stays.
-        let beside = before.filter(|beside| self.units[window[0]].traits.keep && !window.contains(beside));
-        let beside =
-            self.units.iter().filter(|unit| beside.is_some_and(|beside| self.units[beside].whole == unit.whole));
-        let beside = beside.map(|unit| unit.traits);
-        let mut bytes: usize = kept.chain(beside).map(|traits| traits.gathered_bytes).sum();
-        let exceeds = |&unit: &UnitIndex| {
-            let traits = self.units[unit].traits;
-            bytes += if traits.keep { 0 } else { traits.gathered_bytes };
-            bytes > limit
-        };
-        let fitting = window.iter().position(exceeds).unwrap_or(window.len());
-        window.truncate(fitting.max(1));
-        window
-    }
-
     /// Makes `unit` present and the rest of `window` under way. It takes the place of the unit that was in use before it,
     /// unless it is kept: then nothing is freed. So the last unit of forward that is not kept is still there when backward
     /// asks for it. The blocks of `next` are fetched, so that they are here when it is gathered.
@@ -515,7 +447,7 @@ impl Schedule {
                     || self.are_parts(unit, other)
                     || (in_backward && pending_gradients > 0);
                 if !needed {
-                    self.free(other, &mut actions);
+                    self.leave(other, &mut actions);
                 }
             }
         }
@@ -540,11 +472,26 @@ impl Schedule {
     fn gather_ahead<'a>(&mut self, units: impl IntoIterator<Item = &'a UnitIndex>, actions: &mut Vec<Action>) {
         for &unit in units {
             let Unit { traits, state, .. } = &mut self.units[unit];
+            let is_resharded = *state == UnitState::Resharded;
             if traits.gathered_on_use && state.gather().is_ok() {
+                if is_resharded {
+                    actions.push(Action::Regather(unit));
+                    continue;
+                }
                 self.fetch_blocks(unit, actions);
                 self.units[unit].fetched = false;
                 actions.push(Action::Gather(unit));
             }
+        }
+    }
+
+    /// The pass goes on without `unit`.
+    fn leave(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        let keeps_block = self.reshards && matches!(self.pass, Pass::Forward { .. });
+        if keeps_block && self.units[unit].state.reshard().is_ok() {
+            actions.push(Action::Reshard(unit));
+        } else if self.units[unit].state != UnitState::Resharded {
+            self.free(unit, actions);
         }
     }
 
@@ -585,10 +532,4 @@ impl Schedule {
 fn find_next(order: &[UnitIndex], cursor: usize, unit: UnitIndex) -> usize {
     let position = |from: usize| order.iter().skip(from).position(|&other| other == unit).map(|at| at + from);
     position(cursor).or_else(|| position(0)).unwrap_or(cursor)
-}
-
-/// The last unit before `cursor` that is gathered on use and not kept.
-fn before(order: &[UnitIndex], cursor: usize, units: &[Unit]) -> Option<UnitIndex> {
-    let stays = |&&unit: &&UnitIndex| units[unit].traits.gathered_on_use && !units[unit].traits.keep;
-    order.iter().take(cursor).rev().find(stays).copied()
 }

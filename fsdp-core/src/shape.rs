@@ -11,6 +11,9 @@ use crate::{Plan, ShardLayout, UnitTraffic};
 /// What a shape file calls itself.
 const FORMAT: &str = "fsdp-shape-1";
 
+/// The most elements that a model is planned for: beyond that not every whole number is a float.
+pub const MOST_ELEMENTS: u64 = 1 << 53;
+
 /// The units of a model with the shapes of their parameters, in the order in which forward uses them.
 ///
 /// ```
@@ -170,14 +173,22 @@ impl ModelShape {
         if shape.format != FORMAT {
             return Err(ShapeError::Format { origin: origin(), got: shape.format });
         }
+        let mut all = 0u64;
         for param in shape.units.iter().flat_map(|unit| &unit.parameters) {
             let (parameter, shape) = (param.path.clone(), param.shape.clone());
             if param.dim >= param.shape.len().max(1) {
                 return Err(ShapeError::Dimension { origin: origin(), parameter, dim: param.dim, shape });
             }
-            if param.shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)).is_none() {
+            let len = param.shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            all = len.map_or(u64::MAX, |len| all.saturating_add(len as u64));
+            if all > MOST_ELEMENTS {
                 return Err(ShapeError::TooLarge { origin: origin(), parameter, shape });
             }
+        }
+        let flops = |unit: &UnitShape| unit.flops_per_token.unwrap_or(0);
+        if let Some(unit) = shape.units.iter().find(|unit| flops(unit) > 2 * MOST_ELEMENTS) {
+            let (unit, flops) = (unit.name.clone(), flops(unit));
+            return Err(ShapeError::Operations { origin: origin(), unit, flops });
         }
         if shape.parameter_len() == 0 {
             return Err(ShapeError::Empty { origin: origin() });
@@ -296,7 +307,10 @@ pub enum ShapeError {
         shape: Vec<usize>,
     },
     /// More elements than can be counted.
-    #[error("{origin}: `{parameter}` of shape {shape:?} has more elements than can be counted; correct its shape")]
+    #[error(
+        "{origin}: `{parameter}` of shape {shape:?} makes the model larger than the {MOST_ELEMENTS} elements that can be counted; correct \
+         its shape"
+    )]
     TooLarge {
         /// The file.
         origin: String,
@@ -304,6 +318,18 @@ pub enum ShapeError {
         parameter: String,
         /// The parameter's shape.
         shape: Vec<usize>,
+    },
+    /// More operations than can be counted.
+    #[error(
+        "{origin}: unit `{unit}` has {flops} operations for a token, more than can be counted; correct `flops_per_token`"
+    )]
+    Operations {
+        /// The file.
+        origin: String,
+        /// The unit.
+        unit: String,
+        /// What it says.
+        flops: u64,
     },
     /// Nothing to plan.
     #[error("{origin}: the model has no parameters; list at least one unit with a parameter")]
@@ -390,7 +416,10 @@ mod tests {
             refusal(&shape(r#"{"path": "w", "shape": [3], "dim": 1}"#)),
             "gpt.json: `w` is cut along dimension 1, but its shape is [3]; dimensions count from 0"
         );
-        assert!(refusal(&shape(r#"{"path": "w", "shape": [9223372036854775807, 3]}"#)).contains("more elements than"));
+        assert!(
+            refusal(&shape(r#"{"path": "w", "shape": [9223372036854775807, 3]}"#))
+                .contains("larger than the 9007199254740992 elements")
+        );
         assert_eq!(
             refusal(r#"{"format": "fsdp-shape-1", "units": []}"#),
             "gpt.json: the model has no parameters; list at least one unit with a parameter"

@@ -64,7 +64,7 @@ pub enum SpanKind {
 
 impl SpanKind {
     /// All kinds.
-    pub const ALL: [SpanKind; 7] = [
+    pub const ALL: [SpanKind; 9] = [
         SpanKind::Forward,
         SpanKind::Backward,
         SpanKind::Step,
@@ -72,6 +72,8 @@ impl SpanKind {
         SpanKind::Reduce,
         SpanKind::Publish,
         SpanKind::Wait,
+        SpanKind::Read,
+        SpanKind::Write,
     ];
 
     /// Name of the kind.

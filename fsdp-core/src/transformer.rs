@@ -1,10 +1,6 @@
 //! A decoder-only transformer as sizes: its units, its activations and its arithmetic, from six numbers.
 
-use crate::{ComputePrecision, ModelShape, ParamShape, ROOT_UNIT, UnitShape};
-
-/// Buffers that the matrix products of one compute thread keep for packing their operands, in bytes: the difference
-/// between what a plain run holds between steps and its parameters and optimizer state, the same for all sizes tried.
-const WORKSPACE_BYTES: u64 = 2_300_000;
+use crate::{Activations, ComputePrecision, ModelShape, ParamShape, ROOT_UNIT, UnitShape};
 
 /// A pre-norm transformer with learned positions, biases and a head of its own, as GPT-2 and the example `train`.
 ///
@@ -14,9 +10,9 @@ const WORKSPACE_BYTES: u64 = 2_300_000;
 /// // GPT-2's smallest, with a head of its own.
 /// let gpt2 = Transformer { layers: 12, width: 768, heads: 12, sequence: 1024, vocabulary: 50257, recompute: false };
 /// assert_eq!(gpt2.shape().parameter_len(), 163_037_184);
-/// let kept = gpt2.activation_bytes(1, ComputePrecision::F32);
-/// let recomputed = Transformer { recompute: true, ..gpt2 }.activation_bytes(1, ComputePrecision::F32);
-/// assert!(recomputed < kept / 3);
+/// let kept = gpt2.activations(1, ComputePrecision::F32).begin_bytes;
+/// let recomputed = Transformer { recompute: true, ..gpt2 }.activations(1, ComputePrecision::F32).begin_bytes;
+/// assert!(recomputed < kept / 2);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transformer {
@@ -35,6 +31,15 @@ pub struct Transformer {
 }
 
 impl Transformer {
+    /// Elements of all its parameters; the largest number where there are more than can be counted.
+    pub fn parameter_len(&self) -> u64 {
+        let [layers, width, sequence, vocabulary] =
+            [self.layers, self.width, self.sequence, self.vocabulary].map(|size| size as u128);
+        let block = (12 * width + 13).saturating_mul(width);
+        let tables = (2 * vocabulary + sequence + 2).saturating_mul(width);
+        u64::try_from(block.saturating_mul(layers).saturating_add(tables)).unwrap_or(u64::MAX)
+    }
+
     /// Its units: the table of tokens, the root unit (positions and the last norm), each block, and the head, which stays
     /// gathered.
     pub fn shape(&self) -> ModelShape {
@@ -77,31 +82,122 @@ impl Transformer {
         ModelShape::new(units)
     }
 
-    /// Bytes that one rank holds when backward begins, for `batch` sequences on a device with balanced gradient
-    /// checkpointing: the outputs of matrix products and of the softmax, and what the last perceptron's backward computes
-    /// again at once. Weights are not counted: they are parameters or gathered units. Scores are held whole, as by an
-    /// attention that is not fused; logits are float32 in every precision.
-    pub fn activation_bytes(&self, batch: usize, precision: ComputePrecision) -> u64 {
-        let tokens = (batch * self.sequence) as u64;
-        let vectors = tokens * self.width as u64;
-        let scores = tokens * (self.heads * self.sequence) as u64;
-        let logits = tokens * self.vocabulary as u64;
-        let embedded = 2 * vectors; // rows of both tables
-        let attention = 3 * vectors // outputs of `query`, `key` and `value`
-            + 2 * scores // products of queries and keys, and their softmax
-            + vectors // values, mixed
-            + vectors; // output of `project`
-        let perceptron = 4 * vectors // output of `up`
-            + vectors; // output of `down`
-        let again = 12 * vectors; // the activation function and its gradient, three vectors of four times the width
-        let block = attention + perceptron;
-        let blocks = match self.recompute {
-            // Inputs of all, and one that runs again.
-            true => self.layers as u64 * vectors + block,
-            false => self.layers as u64 * block,
+    /// What one rank holds beside parameters, optimizer state and gradients, for `batch` sequences in `precision`.
+    ///
+    /// These are the places of a step where most is held, found by looking at the largest live allocations of runs on Burn's
+    /// Flex backend, on a device with balanced gradient checkpointing. Scores are held whole, as by an attention that is not
+    /// fused; logits are float32 in every precision. See [Note: Where a step holds most].
+    pub fn activations(&self, batch: usize, precision: ComputePrecision) -> Activations {
+        let Sizes { vectors, scores, logits, .. } = self.sizes(batch);
+        let [mlp, attention] = [self.perceptron(batch), self.attention(batch)];
+        let layers = (self.layers as u128).min(1 << 24);
+        // Outputs of matrix products (`query`, `key`, `value`, the mixture, `project`, four times `up`, `down`), and scores.
+        let outputs = 10 * vectors;
+        let (in_forward, in_backward) = match self.recompute {
+            true => (vectors, vectors),
+            // The raw scores are let go of when backward begins.
+            false => (outputs + 2 * scores, outputs + scores),
         };
-        WORKSPACE_BYTES + precision.element_bytes() * (embedded + blocks + again) + 4 * logits
+        let below = layers.saturating_sub(1);
+        let embedded = vectors + self.sizes(1).vectors;
+        let head = self.gradient_len(batch, self.width, self.vocabulary);
+        let element_bytes = u128::from(precision.element_bytes());
+        let phase = |elements: u128, float32: u128, twice: u128| Phase {
+            bytes: element_bytes.saturating_mul(elements).saturating_add(4 * float32),
+            transient_bytes: element_bytes.saturating_mul(twice),
+        };
+        let begin = [
+            // Forward, in the attention of the last block: raw and scaled scores, and their exponentials.
+            phase(embedded + below * in_forward + 3 * scores + 6 * vectors, 0, scores),
+            // Forward, in the loss: logits, less their maximum, and their exponentials.
+            phase(embedded + layers * in_forward, 3 * logits, 0),
+            // Backward of the head.
+            phase(embedded + layers * in_backward + 2 * vectors + 2 * head, logits, head),
+            // Backward of the last block.
+            phase(below * in_backward + mlp.elements, 0, mlp.twice),
+            phase(below * in_backward + attention.elements, 0, attention.twice),
+        ];
+        let begin = begin.into_iter().max_by_key(|phase| phase.bytes).unwrap_or_default();
+        let last = [&mlp, &attention].map(|part| phase(part.elements, 0, part.twice).bytes);
+        let graph_bytes = GRAPH_BYTES.saturating_mul(layers);
+        let bytes = |bytes: u128| u64::try_from(bytes.saturating_add(graph_bytes)).unwrap_or(u64::MAX);
+        Activations {
+            begin_bytes: bytes(begin.bytes),
+            last_bytes: bytes(last.into_iter().max().unwrap_or_default()),
+            transient_bytes: u64::try_from(begin.transient_bytes).unwrap_or(u64::MAX),
+        }
     }
+
+    /// [`Activations::begin_bytes`] of [`Transformer::activations`], where one number is enough.
+    pub fn activation_bytes(&self, batch: usize, precision: ComputePrecision) -> u64 {
+        self.activations(batch, precision).begin_bytes
+    }
+
+    /// Backward of a perceptron, at its second matrix: its own tensors (`down` is let go of), the input of the matrix once
+    /// more, gradients of its input and output, and the matrix's own gradient.
+    fn perceptron(&self, batch: usize) -> Part {
+        let Sizes { vectors, scores, .. } = self.sizes(batch);
+        let gradient = self.gradient_len(batch, self.width.saturating_mul(4), self.width);
+        Part { elements: 19 * vectors + scores + 2 * gradient, twice: gradient }
+    }
+
+    /// Backward of attention: the softmax is computed again from its scores.
+    fn attention(&self, batch: usize) -> Part {
+        let Sizes { vectors, scores, .. } = self.sizes(batch);
+        // Gradients of the perceptron's two matrices, and of `project`.
+        let gradients = 9 * (self.width as u128).saturating_mul(self.width as u128).min(MOST);
+        Part { elements: 6 * vectors + 5 * scores + gradients, twice: scores }
+    }
+
+    fn sizes(&self, batch: usize) -> Sizes {
+        let [batch, width, heads, sequence, vocabulary] =
+            [batch, self.width, self.heads, self.sequence, self.vocabulary].map(|size| size as u128);
+        let tokens = batch.saturating_mul(sequence);
+        let product = |size: u128| tokens.saturating_mul(size).min(MOST);
+        Sizes { vectors: product(width), scores: product(heads.saturating_mul(sequence)), logits: product(vocabulary) }
+    }
+
+    /// Elements of the gradient of a matrix before it is summed over the samples, as Burn computes it: one for each sample,
+    /// unless their rows are merged, which its policy does for rows that fill no tile of 32.
+    fn gradient_len(&self, batch: usize, from: usize, to: usize) -> u128 {
+        let (rows, merged) = (self.sequence, batch.saturating_mul(self.sequence));
+        // How square an output is: the smaller of its sides by the larger.
+        let is_squarer = {
+            let of = |rows: usize| rows.min(to) as f64 / rows.max(to).max(1) as f64;
+            of(merged) > of(rows)
+        };
+        let merges = !rows.is_multiple_of(32) && is_squarer;
+        let copies = if merges { 1 } else { batch };
+        (copies as u128).saturating_mul(from as u128).saturating_mul(to as u128).min(MOST)
+    }
+}
+
+/// What a product of sizes is at most, so that sums of them for all blocks can still be counted.
+const MOST: u128 = 1 << 92;
+
+/// What the graph of a block takes, beside tensors: about so many bytes for some two hundred operations.
+const GRAPH_BYTES: u128 = 100_000;
+
+/// Elements of one rank's batch.
+struct Sizes {
+    /// A vector for each token.
+    vectors: u128,
+    /// A number for each head and pair of tokens.
+    scores: u128,
+    /// A number for each token and word.
+    logits: u128,
+}
+
+/// What is held in the backward of a part of a block, in elements, and how much of it for a moment only.
+struct Part {
+    elements: u128,
+    twice: u128,
+}
+
+#[derive(Default)]
+struct Phase {
+    bytes: u128,
+    transient_bytes: u128,
 }
 
 #[cfg(test)]
@@ -121,6 +217,9 @@ mod tests {
         );
         let lens: Vec<_> = shape.units.iter().map(UnitShape::parameter_len).collect();
         // Norms 4W, four squares with biases, a perceptron of 8W² with 5W of biases.
+        assert_eq!(shape.parameter_len(), TINY.parameter_len());
+        let largest = Transformer { layers: usize::MAX, width: usize::MAX, vocabulary: usize::MAX, ..TINY };
+        assert_eq!(largest.parameter_len(), u64::MAX);
         assert_eq!(lens, [32 * 8, 16 * 8 + 16, 12 * 64 + 13 * 8, 12 * 64 + 13 * 8, 8 * 32]);
     }
 
@@ -133,18 +232,59 @@ mod tests {
     }
 
     #[test]
-    fn activations_grow_with_the_batch_and_halve_with_16_bits_but_for_the_logits() {
-        let of = |batch, precision| TINY.activation_bytes(batch, precision) - WORKSPACE_BYTES;
-        assert_eq!(of(6, ComputePrecision::F32), 3 * of(2, ComputePrecision::F32));
-        let logits = 4 * 2 * 16 * 32;
+    fn activations_grow_with_the_batch_and_halve_with_16_bits() {
+        let graph = TINY.layers as u64 * GRAPH_BYTES as u64;
+        let of = |batch, precision| TINY.activations(batch, precision).begin_bytes - graph;
+        // Rows of positions are the same for every sample.
+        let positions = 4 * 16 * 8;
+        assert_eq!(of(6, ComputePrecision::F32) - positions, 3 * (of(2, ComputePrecision::F32) - positions));
+        // But for the logits of the loss, where such a small model holds most.
+        let logits = 3 * 4 * 2 * 16 * 32;
         assert_eq!(2 * (of(2, ComputePrecision::Mixed16) - logits), of(2, ComputePrecision::F32) - logits);
-        let recomputed = Transformer { recompute: true, layers: 1, ..TINY };
-        let plain = Transformer { layers: 1, ..TINY };
-        // With one block, its input is all that is added.
-        let input = 4 * 2 * 16 * 8;
-        assert_eq!(
-            recomputed.activation_bytes(2, ComputePrecision::F32),
-            plain.activation_bytes(2, ComputePrecision::F32) + input
-        );
+    }
+
+    #[test]
+    fn most_is_held_where_the_sizes_say() {
+        let model = Transformer { layers: 4, width: 128, heads: 4, sequence: 64, vocabulary: 256, recompute: false };
+        // Vectors and scores of four samples, and the gradient of a perceptron's matrix for each of them, in bytes.
+        let (v, s, gradient) = (4 * 4 * 64 * 128, 4 * 4 * 4 * 64 * 64, 4 * 4 * 4 * 128 * 128);
+        let of = |model: Transformer| {
+            let graph = model.layers as u64 * GRAPH_BYTES as u64;
+            let found = model.activations(4, ComputePrecision::F32);
+            (found.begin_bytes - graph, found.last_bytes - graph, found.transient_bytes)
+        };
+        let last = 19 * v + s + 2 * gradient;
+        assert_eq!(of(model), (3 * (10 * v + s) + last, last, gradient));
+        // With recomputation blocks keep their input.
+        assert_eq!(of(Transformer { recompute: true, ..model }).0, 3 * v + last);
+        // With a large vocabulary, in the backward of the head, or where the width is small, in the loss.
+        let words = Transformer { vocabulary: 8192, ..model };
+        let (logits, head) = (4 * 4 * 64 * 8192, 4 * 4 * 128 * 8192);
+        assert_eq!(of(words).0, 4 * (10 * v + s) + v + v / 4 + 2 * v + logits + 2 * head);
+        let narrow = Transformer { width: 64, ..words };
+        let half = v / 2;
+        assert_eq!(of(narrow).0, 4 * (10 * half + 2 * s) + half + half / 4 + 3 * logits);
+        // With long sequences, in attention.
+        let long = Transformer { layers: 1, sequence: 1024, ..model };
+        let (v, s) = (16 * v, 256 * s);
+        assert_eq!(of(long), (6 * v + 5 * s + 4 * 9 * 128 * 128, 6 * v + 5 * s + 4 * 9 * 128 * 128, s));
+        // Rows that fill no tile are merged: the gradient is made once.
+        let odd = Transformer { sequence: 31, layers: 1, ..model };
+        let (v, s) = (4 * 4 * 31 * 128, 4 * 4 * 4 * 31 * 31);
+        assert_eq!(of(odd).1, 19 * v + s + 2 * gradient / 4);
+    }
+
+    #[test]
+    fn sizes_beyond_all_counting_are_the_largest_number() {
+        let model = Transformer {
+            layers: usize::MAX,
+            width: usize::MAX,
+            heads: usize::MAX,
+            sequence: usize::MAX,
+            vocabulary: usize::MAX,
+            recompute: false,
+        };
+        let found = model.activations(usize::MAX, ComputePrecision::F32);
+        assert_eq!((found.begin_bytes, found.last_bytes), (u64::MAX, u64::MAX));
     }
 }

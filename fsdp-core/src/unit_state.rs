@@ -3,11 +3,12 @@
 /// Where the parameters of a unit are.
 ///
 /// ```text
-///            gather             arrived
-///  Sharded ----------> Gathering --------> Gathered
-///     ^                    |                   |
-///     +--------------------+-------------------+
-///                        free
+///            gather             arrived             reshard
+///  Sharded ----------> Gathering --------> Gathered ---------> Resharded
+///     ^                  |   ^                 |                 |   |
+///     |                  |   +-----------------|-----------------+   |
+///     +------------------+---------------------+---------------------+
+///                                    free
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnitState {
@@ -17,6 +18,8 @@ pub enum UnitState {
     Gathering,
     /// The whole unit is here.
     Gathered,
+    /// The block of a smaller group of ranks is here, from which the unit is gathered again.
+    Resharded,
 }
 
 /// A transition that the diagram of [`UnitState`] does not have.
@@ -36,7 +39,7 @@ impl UnitState {
     /// If the unit is gathered or being gathered already: it would be sent twice.
     pub fn gather(&mut self) -> Result<(), WrongOrder> {
         match self {
-            UnitState::Sharded => *self = UnitState::Gathering,
+            UnitState::Sharded | UnitState::Resharded => *self = UnitState::Gathering,
             _ => return Err(WrongOrder { from: *self, call: "start a gather" }),
         }
         Ok(())
@@ -54,7 +57,19 @@ impl UnitState {
         Ok(())
     }
 
-    /// Drops the gathered copy.
+    /// Drops the gathered copy but for a block of it.
+    ///
+    /// # Errors
+    /// If the unit is not gathered.
+    pub fn reshard(&mut self) -> Result<(), WrongOrder> {
+        match self {
+            UnitState::Gathered => *self = UnitState::Resharded,
+            _ => return Err(WrongOrder { from: *self, call: "be resharded" }),
+        }
+        Ok(())
+    }
+
+    /// Drops the gathered copy, or what is left of it.
     ///
     /// # Errors
     /// If there is none.

@@ -36,6 +36,8 @@ pub(crate) enum Word {
     Spec(Vec<Option<String>>),
     Prefetch(u32),
     Precision(String),
+    Reduce(String),
+    Output(String),
     Offload(String),
 }
 
@@ -244,6 +246,8 @@ fn field_word(item: &Item, errors: &mut Errors) -> Option<Word> {
         words::SPEC => return item.spec(errors).map(Word::Spec),
         words::PREFETCH => return item.prefetch(errors).map(Word::Prefetch),
         words::PRECISION => return item.one_of("precision", words::PRECISIONS, errors).map(Word::Precision),
+        words::REDUCE => return item.one_of("precision", words::PRECISIONS, errors).map(Word::Reduce),
+        words::OUTPUT => return item.one_of("precision", words::PRECISIONS, errors).map(Word::Output),
         words::OFFLOAD => return item.one_of("offload tier", words::TIERS, errors).map(Word::Offload),
         words::CRATE => {
             let remedy = "write `#[shard(crate = \"path\")]` above the `struct` or `enum`";
@@ -331,13 +335,20 @@ mod tests {
             [Word::Unit, Word::Units, Word::Nested, Word::Keep, Word::Replicate, Word::Ignore]
         );
         assert_eq!(
-            words(
-                parse_quote!(#[shard(spec(_, "shard", "tensor"), prefetch = 0, precision = "f16", offload = "nvme",)])
-            ),
+            words(parse_quote!(#[shard(
+                spec(_, "shard", "tensor"),
+                prefetch = 0,
+                precision = "f16",
+                reduce = "bf16",
+                output = "f32",
+                offload = "nvme",
+            )])),
             [
                 Word::Spec(vec![None, Some("shard".into()), Some("tensor".into())]),
                 Word::Prefetch(0),
                 Word::Precision("f16".into()),
+                Word::Reduce("bf16".into()),
+                Word::Output("f32".into()),
                 Word::Offload("nvme".into()),
             ]
         );

@@ -108,8 +108,10 @@ fn field_rule(rule: &Rule, krate: &Path) -> TokenStream {
         quote!(.prefetch(#depth))
     });
     let precision = rule.precision.as_ref().map(|name| quote!(.precision(#name)));
+    let reduce = rule.reduce.as_ref().map(|name| quote!(.reduce(#name)));
+    let output = rule.output.as_ref().map(|name| quote!(.output(#name)));
     let offload = rule.offload.as_ref().map(|tier| quote!(.offload(#tier)));
-    quote!(#krate::FieldRule::#role() #keep #replicate #spec #prefetch #precision #offload)
+    quote!(#krate::FieldRule::#role() #keep #replicate #spec #prefetch #precision #reduce #output #offload)
 }
 
 #[cfg(test)]
@@ -158,7 +160,7 @@ mod tests {
                     gate: Linear,
                     #[shard(ignore)]
                     teacher: Teacher,
-                    #[shard(unit, prefetch = 2, precision = "bf16", offload = "cpu")]
+                    #[shard(unit, prefetch = 2, precision = "bf16", reduce = "f16", output = "f32", offload = "cpu")]
                     big: Linear,
                 }
             },
@@ -176,7 +178,10 @@ mod tests {
                 )
                 .field("gate", f::FieldRule::root().replicate())
                 .field("teacher", f::FieldRule::ignore())
-                .field("big", f::FieldRule::unit().prefetch(2).precision("bf16").offload("cpu"))
+                .field(
+                    "big",
+                    f::FieldRule::unit().prefetch(2).precision("bf16").reduce("f16").output("f32").offload("cpu")
+                )
             },
         );
     }

@@ -125,6 +125,8 @@ use proc_macro::TokenStream;
 /// | `keep` | The unit stays gathered from the forward pass to the backward pass. For what the backward pass needs first, such as the head. | One gather less, (N−1)/N of its elements; the unit's full size in memory in between. |
 /// | `prefetch = 2` | While this unit computes in forward, so many of the units after it are gathered; 0 gathers each when it is needed. | Memory for so many more gathered units; the traffic is the same, but hidden behind computation. |
 /// | `precision = "bf16"` | The element type of computation and gather: `f32`, `bf16` or `f16`. | `bf16` and `f16` halve the gathered memory and the gather's bytes; a float32 master copy stays in the shards. |
+/// | `reduce = "bf16"` | The element type in which the unit's gradients are sent; they are added up in float32. | `bf16` and `f16` halve what its reduction sends, and round each rank's gradient. |
+/// | `output = "f32"` | The element type that `fsdp_burn::cast_output(&self.field.weight, x)` makes of the unit's output. | None. |
 /// | `offload = "nvme"` | The tier that holds the unit's optimizer state and reduced gradients between their uses, and at stage 3 its shards of parameters: `none` (the device), `cpu` (host memory) or `nvme` (the disk at `nvme_path` under `[offload]`). The shares of `[offload]` are then those of the other units. | Frees the device's memory of all three; each use copies the state over the bus, or reads it from the drive. |
 ///
 /// ```
@@ -136,7 +138,7 @@ use proc_macro::TokenStream;
 /// #[derive(Sharded)]
 /// # #[shard(crate = "fsdp")]
 /// pub struct Tail {
-///     #[shard(unit, prefetch = 2, precision = "bf16", offload = "cpu")]
+///     #[shard(unit, prefetch = 2, precision = "bf16", reduce = "bf16", output = "f32", offload = "cpu")]
 ///     big: Linear,
 ///     #[shard(unit, keep)]
 ///     head: Linear,
@@ -144,7 +146,7 @@ use proc_macro::TokenStream;
 /// # fn main() {
 /// # assert_eq!(
 /// #     Tail::wrap_policy().0,
-/// #     ["big: unit prefetch=2 precision=bf16 offload=cpu", "head: unit keep"],
+/// #     ["big: unit prefetch=2 precision=bf16 reduce=bf16 output=f32 offload=cpu", "head: unit keep"],
 /// # );
 /// # }
 /// ```

@@ -17,6 +17,8 @@ pub(crate) struct Rule {
     pub(crate) spec: Option<Vec<Option<String>>>,
     pub(crate) prefetch: Option<u32>,
     pub(crate) precision: Option<String>,
+    pub(crate) reduce: Option<String>,
+    pub(crate) output: Option<String>,
     pub(crate) offload: Option<String>,
 }
 
@@ -73,7 +75,7 @@ fn replicate_or_spec(field: &FieldWords, errors: &mut Errors) {
     }
 }
 
-/// Keeping, prefetching, precision and offloading happen to whole units; a field within another unit cannot differ.
+/// Keeping, prefetching, element types and offloading happen to whole units; a field within another unit cannot differ.
 fn settings_need_a_unit(field: &FieldWords, errors: &mut Errors) {
     let is_unit = field.given.iter().any(|given| matches!(given.word, Word::Unit | Word::Units));
     // Where a word could not be read, it may have been the missing one.
@@ -81,9 +83,18 @@ fn settings_need_a_unit(field: &FieldWords, errors: &mut Errors) {
         return;
     }
     for given in &field.given {
-        if matches!(given.word, Word::Keep | Word::Prefetch(_) | Word::Precision(_) | Word::Offload(_)) {
-            errors
-                .at(&given.at, format!("`{}` is a setting of a unit: it needs `unit` or `units` beside it", given.at));
+        let is_setting = match given.word {
+            Word::Keep
+            | Word::Prefetch(_)
+            | Word::Precision(_)
+            | Word::Reduce(_)
+            | Word::Output(_)
+            | Word::Offload(_) => true,
+            Word::Unit | Word::Units | Word::Nested | Word::Replicate | Word::Ignore | Word::Spec(_) => false,
+        };
+        if is_setting {
+            let word = &given.at;
+            errors.at(word, format!("`{word}` is a setting of a unit: it needs `unit` or `units` beside it"));
         }
     }
 }
@@ -106,6 +117,8 @@ fn build(given: &[Given]) -> Option<Rule> {
             Word::Spec(axes) => rule.spec = Some(axes.clone()),
             Word::Prefetch(depth) => rule.prefetch = Some(*depth),
             Word::Precision(name) => rule.precision = Some(name.clone()),
+            Word::Reduce(name) => rule.reduce = Some(name.clone()),
+            Word::Output(name) => rule.output = Some(name.clone()),
             Word::Offload(tier) => rule.offload = Some(tier.clone()),
             Word::Nested => {}
         }
@@ -150,12 +163,16 @@ mod tests {
 
     #[test]
     fn settings_of_a_unit_may_stand_before_it() {
-        let rule = accepted(parse_quote!(#[shard(keep, prefetch = 2, precision = "bf16", offload = "cpu", unit)]));
+        let rule = accepted(parse_quote!(
+            #[shard(keep, prefetch = 2, precision = "bf16", reduce = "f16", output = "f32", offload = "cpu", unit)]
+        ));
         let expected = Rule {
             role: Role::Unit,
             keep: true,
             prefetch: Some(2),
             precision: Some("bf16".into()),
+            reduce: Some("f16".into()),
+            output: Some("f32".into()),
             offload: Some("cpu".into()),
             ..Rule::default()
         };
@@ -164,10 +181,11 @@ mod tests {
 
     #[test]
     fn settings_without_a_unit_are_refused_one_by_one() {
-        let (_, messages) =
-            read(parse_quote!(#[shard(nested, keep, prefetch = 1, precision = "f32", offload = "none")]));
+        let (_, messages) = read(parse_quote!(
+            #[shard(nested, keep, prefetch = 1, precision = "f32", reduce = "f32", output = "f32", offload = "none")]
+        ));
         let needs = |word| format!("`{word}` is a setting of a unit: it needs `unit` or `units` beside it");
-        assert_eq!(messages, ["keep", "prefetch", "precision", "offload"].map(needs));
+        assert_eq!(messages, ["keep", "prefetch", "precision", "reduce", "output", "offload"].map(needs));
     }
 
     #[test]

@@ -9,6 +9,8 @@ pub(crate) const SPEC: &str = "spec";
 pub(crate) const IGNORE: &str = "ignore";
 pub(crate) const PREFETCH: &str = "prefetch";
 pub(crate) const PRECISION: &str = "precision";
+pub(crate) const REDUCE: &str = "reduce";
+pub(crate) const OUTPUT: &str = "output";
 pub(crate) const OFFLOAD: &str = "offload";
 
 /// The word of a type, as opposed to those of its fields.
@@ -16,9 +18,9 @@ pub(crate) const CRATE: &str = "crate";
 
 /// The words of a field, in the order in which messages list them.
 pub(crate) const OF_FIELDS: &[&str] =
-    &[UNIT, UNITS, NESTED, KEEP, REPLICATE, SPEC, IGNORE, PREFETCH, PRECISION, OFFLOAD];
+    &[UNIT, UNITS, NESTED, KEEP, REPLICATE, SPEC, IGNORE, PREFETCH, PRECISION, REDUCE, OUTPUT, OFFLOAD];
 
-/// The element types that a unit may compute in, by their names in the configuration file.
+/// The element types that a unit may compute in, reduce in and put out, by their names in the configuration file.
 pub(crate) const PRECISIONS: &[&str] = &["f32", "bf16", "f16"];
 
 /// The tiers that may hold a unit's shards, by their names in the configuration file.

@@ -53,7 +53,7 @@ mod whole {
         gate: Linear,
         #[shard(ignore)]
         teacher: Linear,
-        #[shard(unit, prefetch = 2, precision = "bf16", offload = "cpu")]
+        #[shard(unit, prefetch = 2, precision = "bf16", reduce = "f16", output = "f32", offload = "cpu")]
         big: Linear,
     }
 
@@ -72,7 +72,7 @@ mod whole {
                 "table: root spec(shard, _)",
                 "gate: root replicate",
                 "teacher: ignore",
-                "big: unit prefetch=2 precision=bf16 offload=cpu",
+                "big: unit prefetch=2 precision=bf16 reduce=f16 output=f32 offload=cpu",
             ]
         );
     }

@@ -18,8 +18,11 @@ const ROWS: usize = 256;
 /// The step whose trace is kept.
 const SHOWN: u64 = 4;
 
+/// What the ranks have seen, the spans of rank 0, and the trace.
+type Traced = (Vec<Seen>, Vec<Span>, Arc<Trace>);
+
 /// Runs the loop of the chapters before on two ranks with a network between them.
-fn over(link: Link, depth: usize) -> Result<(Vec<Seen>, Vec<Span>, Arc<Trace>), fsdp_burn::Error> {
+fn over(link: Link, depth: usize) -> Result<Traced, fsdp_burn::Error> {
     // ANCHOR: launch
     let prefetch = PrefetchConfig { forward: depth, backward: depth, max_bytes: None };
     let config = Config { prefetch, ..config(Stage::Parameters, 2) };

@@ -15,7 +15,6 @@ const NUM_STEPS: usize = 4;
 
 /// What one rank has seen.
 pub(crate) struct Seen {
-    pub(crate) num_params: usize,
     /// Loss of each step, of this rank's samples.
     pub(crate) losses: Vec<f64>,
     /// Bytes of parameters between their uses.
@@ -91,7 +90,6 @@ pub(crate) fn train_on(rank: &Rank, num_rows: usize) -> Result<Seen, Error> {
             weights.iter::<f32>().fold(digest, |digest, weight| digest.rotate_left(1) ^ u64::from(weight.to_bits()));
     })?;
     Ok(Seen {
-        num_params: model.num_params(),
         losses,
         parameters: stats.peak_parameter_bytes,
         gradients: stats.peak_gradient_bytes,

@@ -13,6 +13,7 @@ use bytes::Bytes;
 use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
 
 use super::{Engine, EngineFailed, State, size_bytes};
+use crate::scaled_loss::with_scale_due;
 use crate::{Error, host};
 
 impl Engine {
@@ -57,8 +58,13 @@ impl Engine {
             let mut state = self.lock();
             (state.void, state.weight, state.backward_begins_itself) = (weight == 0.0, weight, true);
         }
-        let result = catch_unwind(AssertUnwindSafe(step));
+        let scale = self.scaler().map(|scaler| scaler.scale());
+        let (result, is_scaled) = with_scale_due(scale, || catch_unwind(AssertUnwindSafe(step)));
         let begun = match result {
+            Ok(_) if !is_scaled => Err(self.misuse(
+                "the configuration scales the loss, and `TrainStep::step` has not",
+                "call `fsdp_burn::scale_loss(loss).backward()` in it",
+            )),
             // Where this rank has had no backward, the others still wait for its part in their reductions.
             Ok(_) => self.backward_has_begun(&mut self.lock()),
             Err(_) => Ok(()),

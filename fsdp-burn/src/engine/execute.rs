@@ -36,11 +36,15 @@ impl Engine {
                         state.units[unit].gathered = Gathered::Yes(full);
                     }
                 }
-                Action::Free(unit) => {
-                    if !matches!(std::mem::take(&mut state.units[unit].gathered), Gathered::No) {
+                Action::Free(unit) => match std::mem::take(&mut state.units[unit].gathered) {
+                    Gathered::No => {}
+                    Gathered::Resharded(blocks) => state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>(),
+                    Gathered::UnderWay(_) | Gathered::Yes(_) => {
                         state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
                     }
-                }
+                },
+                Action::Reshard(unit) => self.reshard(state, unit),
+                Action::Regather(unit) => self.regather(state, unit),
                 Action::Reduce(unit) => self.start_reduce(state, unit),
                 Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
                 Action::Publish(unit) => {
@@ -74,6 +78,45 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// Keeps this rank's blocks of the smaller group, as copies, so that the gathered unit can go.
+    fn reshard(&self, state: &mut State, unit: UnitIndex) {
+        let (Some(group), Gathered::Yes(full)) =
+            (&self.links.regather, std::mem::take(&mut state.units[unit].gathered))
+        else {
+            unreachable!("the schedule reshards what is gathered, where there is a smaller group")
+        };
+        let block = |((param, _), full): ((usize, &PlannedParam), Bytes)| {
+            let (layout, index) = self.regather_layout(param, group.as_ref());
+            Bytes::copy_from_slice(&cut(&full, &layout, index, self.dtypes.compute[param].size_bytes()))
+        };
+        let blocks: Vec<Bytes> = self.cut_params(unit).zip(full).map(block).collect();
+        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
+        state.held.resharded += blocks.iter().map(Bytes::len).sum::<usize>();
+        state.units[unit].gathered = Gathered::Resharded(blocks);
+        state.note();
+    }
+
+    /// Gathers them again, on the thread of the other gathers and in their order.
+    fn regather(&self, state: &mut State, unit: UnitIndex) {
+        let (Some(group), Gathered::Resharded(blocks)) =
+            (&self.links.regather, std::mem::take(&mut state.units[unit].gathered))
+        else {
+            unreachable!("the schedule gathers again what was resharded")
+        };
+        state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>();
+        let part = |((param, _), shard): ((usize, &PlannedParam), Bytes)| {
+            let (layout, _) = self.regather_layout(param, group.as_ref());
+            GatherPart { shard, layout, elem_bytes: self.dtypes.compute[param].size_bytes() }
+        };
+        let parts: Vec<GatherPart> = self.cut_params(unit).zip(blocks).map(part).collect();
+        let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
+        let (tag, group) = (self.tag(state, phase, unit), group.clone());
+        let pending = self.links.gather.submit(move |_| group.all_gather(&tag, &parts));
+        state.units[unit].gathered = Gathered::UnderWay(pending);
+        state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes.compute);
+        state.note();
     }
 
     /// The part of this rank in a gather of what the model computes with, from its block.

@@ -23,8 +23,9 @@ use burn::backend::flex::FlexTensor;
 use burn::backend::{Backend, TensorMetadata};
 use bytes::Bytes;
 use fsdp_core::{
-    AbortCause, Accumulate, Action, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending, Phase, Plan,
-    PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, SpanKind, Trace, UnitIndex,
+    AbortCause, Accumulate, Action, Communicator, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending,
+    Phase, Plan, PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, ShardLayout, SpanKind, Trace,
+    UnitIndex,
 };
 
 pub use observe::EngineStats;
@@ -122,6 +123,8 @@ enum Gathered {
     UnderWay(Pending<Vec<Bytes>>),
     /// By position in the unit's cut parameters.
     Yes(Vec<Bytes>),
+    /// This rank's blocks of a smaller group, in the same order and in the type that is computed in.
+    Resharded(Vec<Bytes>),
 }
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
@@ -166,6 +169,7 @@ impl Engine {
     ) -> Self {
         let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute), settings.depth);
         schedule.set_tiers(&offload.unit_tiers(&plan));
+        schedule.set_reshards(links.regather.is_some());
         let num_params = plan.params().len();
         let state = State {
             schedule,
@@ -184,7 +188,7 @@ impl Engine {
             step: 0,
             backwards: 0,
             items: None,
-            scaler: settings.precision.resolved_loss_scale().map(LossScaler::new),
+            scaler: dtypes.loss_scale(&settings.precision).map(LossScaler::new),
             held: Held::default(),
             computing: None,
             stats: EngineStats::default(),
@@ -224,6 +228,11 @@ impl Engine {
         self.dtypes.compute[param]
     }
 
+    /// Element type that outputs of the parameter's unit are cast to.
+    pub(crate) fn output_dtype(&self, param: usize) -> Dtype {
+        self.dtypes.output[self.plan.params()[param].unit]
+    }
+
     /// Element types of all parameters and the loss scale, in words.
     pub(crate) fn precision_summary(&self) -> String {
         Summary { dtypes: &self.dtypes, config: &self.settings.precision }.to_string()
@@ -236,14 +245,6 @@ impl Engine {
 
     pub(crate) fn accumulation(&self) -> usize {
         self.settings.accumulation
-    }
-
-    pub(crate) fn accumulate(&self) -> Accumulate {
-        self.settings.accumulate
-    }
-
-    pub(crate) fn prefetch(&self) -> PrefetchDepth {
-        self.settings.depth
     }
 
     /// Gradients are means over ranks and micro-batches; otherwise sums.
@@ -478,6 +479,12 @@ impl Engine {
             ),
             "call `valid()` again after a step, and change weights before sharding or through the optimizer",
         ))
+    }
+
+    /// How a parameter is cut over the ranks of [`Links::regather`], and this rank's index among them.
+    fn regather_layout(&self, param: usize, group: &dyn Communicator) -> (ShardLayout, usize) {
+        let layout = &self.plan.params()[param].layout;
+        (ShardLayout::new(layout.shape(), layout.dim(), group.world_size()), group.rank())
     }
 
     fn gather_part(&self, param: usize, shard: Bytes, dtype: Dtype) -> GatherPart {

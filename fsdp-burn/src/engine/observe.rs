@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use fsdp_core::{Pending, PlannedParam, Span, SpanKind, TraceStream, Transfer, UnitIndex};
+use fsdp_core::{Pending, Plan, PlanMemory, PlannedParam, Span, SpanKind, TraceStream, Transfer, UnitIndex};
 
 use super::{Engine, State};
 use crate::Error;
@@ -24,6 +24,9 @@ pub struct EngineStats {
     pub peak_parameter_bytes: usize,
     /// Largest size of gathered units held at once, in bytes. Ranks of one process share each gathered unit.
     pub peak_gathered_bytes: usize,
+    /// Largest size of what was held of units between forward and backward, in bytes: this rank's blocks of a smaller group
+    /// (`reshard_after_forward`).
+    pub peak_resharded_bytes: usize,
     /// Largest size of gradients held at once, in bytes, before and after reduction.
     pub peak_gradient_bytes: usize,
 }
@@ -120,6 +123,20 @@ impl Engine {
         self.wait_tier(&mut self.lock(), kind, unit, bytes, transfer)
     }
 
+    /// What decides the memory of this rank, with what `plan` trains.
+    pub(crate) fn memory(&self, plan: &Plan) -> PlanMemory<'_> {
+        PlanMemory {
+            shard_index: self.shard_index,
+            accumulate: self.settings.accumulate,
+            num_micro_batches: self.settings.accumulation,
+            depth: self.settings.depth,
+            reshard: self.links.regather.as_ref().map(|group| group.world_size()),
+            ranks_per_process: plan.mesh().world_size(),
+            tiers: self.offload.memory(plan, self.shard_index),
+            ..PlanMemory::new(&self.dtypes.master, &self.dtypes.compute, &self.dtypes.reduce)
+        }
+    }
+
     /// The rank's own thread computes for `unit` from now on.
     pub(super) fn computes(&self, state: &mut State, kind: SpanKind, unit: UnitIndex) {
         if self.trace.is_some() && state.computing.is_none_or(|now| (now.kind, now.unit) != (kind, unit)) {
@@ -167,6 +184,8 @@ impl Engine {
 pub(super) struct Held {
     pub(super) stored: usize,
     pub(super) gathered: usize,
+    /// Blocks of the smaller group.
+    pub(super) resharded: usize,
     /// Whole gradients of this rank.
     pub(super) local: usize,
     /// Whole gradients on their way.
@@ -177,10 +196,11 @@ pub(super) struct Held {
 impl State {
     /// Keeps the largest sizes so far.
     pub(super) fn note(&mut self) {
-        let Held { stored, gathered, local, reducing, reduced } = self.held;
+        let Held { stored, gathered, resharded, local, reducing, reduced } = self.held;
         let stats = &mut self.stats;
         stats.peak_parameter_bytes = stats.peak_parameter_bytes.max(stored);
         stats.peak_gathered_bytes = stats.peak_gathered_bytes.max(gathered);
+        stats.peak_resharded_bytes = stats.peak_resharded_bytes.max(resharded);
         stats.peak_gradient_bytes = stats.peak_gradient_bytes.max(local + reducing + reduced);
     }
 }

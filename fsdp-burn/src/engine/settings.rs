@@ -25,6 +25,7 @@ impl Engine {
         let units = plan.unit_traits(&self.dtypes.compute);
         let mut schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
         schedule.set_tiers(&self.offload.unit_tiers(plan));
+        schedule.set_reshards(self.links.regather.is_some());
         self.finish_write_back()?;
         self.lock().schedule = schedule;
         Ok(())

@@ -103,7 +103,7 @@ impl<M: LearnerModel + Sharded> Worker<'_, M> {
         let model: &M = self.model;
         let output = engine.forward_and_backward(turn.weight, || TrainStep::step(model, turn.input))?;
         if let Some(buffers) = buffers {
-            self.model.set_buffers(buffers);
+            self.model.restore_buffers(buffers);
         }
         if engine.progress().1 >= engine.accumulation() {
             self.lr = self.scheduler.step();

@@ -113,7 +113,11 @@ use share::Share;
 ///
 /// - Gradient accumulation is the configuration's `gradient_accumulation`, a mean over micro-batches;
 ///   `grads_accumulation` of the training, a sum, is refused.
-/// - A loss scale, and so "f16", is refused. With parameters in "bf16" the model's `forward` casts its input itself.
+/// - With parameters in "bf16" or "f16" the model's `forward` casts by itself: [`cast_input`](crate::cast_input()) and
+///   [`cast_output`](crate::cast_output()). With a loss scale, and so with "f16", its `TrainStep::step` calls
+///   `scale_loss(loss).backward()` ([`scale_loss`](crate::scale_loss())); a step that does not is an error. A step that
+///   overflows is skipped on all ranks, and the scheduler goes on. Checkpoints do not hold the scale, which finds its value
+///   again.
 /// - `TrainStep::optimize` is not called: parameters are stepped where they are sharded. `TrainStep::step` must call
 ///   `backward` once, on this model's loss, as Burn's examples do.
 /// - The output of a step is synchronized ([`ItemLazy::sync`](burn_train::ItemLazy::sync)) on its rank and must leave
@@ -202,12 +206,6 @@ impl OnRanks {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> Result<(M, SupervisedTrainingEventProcessor<M>), Error> {
-        if self.config.precision.resolved_loss_scale().is_some() {
-            return Err(Error::Misuse {
-                problem: "the configuration scales the loss, which a learner's `TrainStep` does not know of".into(),
-                remedy: "compute in \"bf16\" or \"f32\", or write the loop with `launch`, whose `backward` scales it",
-            });
-        }
         if let Some(num_batches) = components.grad_accumulation {
             return Err(Error::Misuse {
                 problem: format!("the training accumulates the gradients of {num_batches} batches into their sum"),

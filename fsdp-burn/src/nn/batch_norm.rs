@@ -54,12 +54,21 @@ pub struct BatchNorm {
     pub momentum: f64,
     /// Added to the variance.
     pub epsilon: f64,
+    over_all_ranks: OverAllRanks,
 }
+
+/// Has no parameters. Whoever visits the module tells it by this field from Burn's, whose type has the same name.
+#[derive(Module, Debug)]
+struct OverAllRanks {}
+
+/// Name of the field of [`BatchNorm`] that Burn's does not have; it is visited after the running statistics.
+pub(crate) const OVER_ALL_RANKS: &str = "over_all_ranks";
 
 impl From<burn::nn::BatchNorm> for BatchNorm {
     fn from(norm: burn::nn::BatchNorm) -> Self {
         let burn::nn::BatchNorm { gamma, beta, training, running_mean, running_var, momentum, epsilon } = norm;
-        Self { gamma, beta, training, running_mean, running_var, momentum, epsilon }
+        let over_all_ranks = OverAllRanks {};
+        Self { gamma, beta, training, running_mean, running_var, momentum, epsilon, over_all_ranks }
     }
 }
 

@@ -7,6 +7,7 @@ mod embedding;
 mod gelu;
 
 pub use batch_norm::BatchNorm;
+pub(crate) use batch_norm::OVER_ALL_RANKS;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub(crate) use embedding::HOLDS_INDICES_ONLY;

@@ -6,15 +6,13 @@ use std::sync::{Arc, Mutex};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
-use fsdp_burn::{Buffers, Config, OpKind, SaveOptions, Stage, TrainingConfig, launch};
+use fsdp_burn::{Buffers, Config, Dtype, OpKind, SaveOptions, Stage, TrainingConfig, launch};
 
 use crate::common::models::{JointlyNormed, Mlp, Normed, Trial};
 use crate::common::run::{
-    BATCH, Optimizer, Outcome, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, share, start,
-    weights,
+    BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, plain_model, plain_weights, scalar, share,
+    start, weights,
 };
-
-const STEPS: usize = 20;
 
 fn with(buffers: Buffers, config: Config) -> Config {
     Config { training: TrainingConfig { buffers, ..config.training.clone() }, ..config }
@@ -163,6 +161,33 @@ fn batch_norm_over_all_ranks_trains_as_on_one_device_and_notes_the_same_statisti
                 assert!(got.iter().all(|own| *own == got[0]), "{what}: ranks differ");
             }
         }
+    }
+}
+
+#[test]
+fn statistics_are_float32_under_half_precision_and_close_to_those_of_full_precision() {
+    for stage in Stage::ALL {
+        let (_, exact) = on_ranks::<JointlyNormed>(&config(stage, 2));
+        let mut half = config(stage, 2);
+        half.precision.parameters = Dtype::Bf16;
+        let (_, got) = on_ranks::<JointlyNormed>(&half);
+        assert_eq!(got[0], got[1], "{stage}: ranks differ");
+        for (a, b) in exact[0].iter().zip(&got[0]) {
+            assert!((a - b).abs() <= 0.05 * a.abs().max(1.0), "{stage}: {b}, in full precision {a}");
+        }
+        let is_rounded = |value: &&f32| value.to_bits() & 0xFFFF == 0;
+        let num_rounded = got[0].iter().filter(is_rounded).count();
+        assert!(num_rounded * 4 < got[0].len(), "{stage}: {num_rounded} of {} are bf16", got[0].len());
+    }
+}
+
+#[test]
+fn statistics_of_burns_own_layers_in_half_precision_are_refused_by_name() {
+    let mut half = config(Stage::Parameters, 2);
+    half.precision.parameters = Dtype::Bf16;
+    let error = launch(&half, |rank| start::<Normed>(&rank).map(drop)).unwrap_err().to_string();
+    for part in ["`inner.running_mean`", "computes in bf16", "fsdp_burn::nn::BatchNorm"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
 }
 

@@ -1,10 +1,13 @@
 //! Models that do not use every unit once, and programs that do more than train one model.
 
-use burn::module::Module;
-use burn::tensor::Tensor;
-use fsdp_burn::{Config, Stage, TrainingConfig};
+use std::ops::Range;
 
-use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial};
+use burn::module::Module;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor};
+use fsdp_burn::{Config, Rank, Stage, TrainingConfig, launch};
+
+use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial, distance, rows};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar,
     sharded, share, start, weights,
@@ -41,6 +44,50 @@ fn a_unit_that_no_rank_uses_stays_as_it_is_while_the_others_train() {
             assert_eq!(before == after, path.starts_with("spare"), "{stage}: {path}");
         }
     }
+}
+
+/// [`Mlp`], without its second hidden layer where `skips`.
+fn loss_without_a_layer(model: &Mlp, skips: bool, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+    let mut x = relu(model.input.forward(rows(batch + 1, samples.clone(), 7, device)));
+    for (_, layer) in model.hidden.iter().enumerate().filter(|(index, _)| !(skips && *index == 1)) {
+        x = relu(layer.forward(x));
+    }
+    distance(model.output.forward(x), batch, samples, device)
+}
+
+#[test]
+fn a_unit_that_one_rank_skips_has_a_gradient_of_zero_there_or_is_named() {
+    let (mut model, device) = plain_model::<Mlp>();
+    let mut optim = Optimizer::Sgd.build();
+    let mut expected = Outcome::default();
+    for step in 0..STEPS {
+        let halves = [(false, 0..BATCH / 2), (true, BATCH / 2..BATCH)];
+        let losses = halves.map(|(skips, samples)| loss_without_a_layer(&model, skips, step, samples, &device));
+        let loss = Tensor::cat(losses.to_vec(), 0).mean();
+        expected.losses.push(scalar(&loss));
+        let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
+        model = optim.step(Optimizer::Sgd.lr(), model, gradients);
+    }
+    expected.weights = plain_weights(&model);
+    let program = |rank: Rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let mut outcome = Outcome::default();
+        for step in 0..STEPS {
+            let loss = loss_without_a_layer(&model, rank.rank() == 1, step, share(&rank), &rank.device());
+            outcome.losses.push(rank.mean(scalar(&loss))?);
+            let gradients = model.backward(loss)?;
+            optim.step(Optimizer::Sgd.lr(), &mut model, gradients)?;
+        }
+        outcome.weights = weights(&model)?;
+        Ok(outcome)
+    };
+    for stage in [Stage::Ddp, Stage::OptimizerState, Stage::Gradients] {
+        assert_parity(&stage.to_string(), &expected, &on_ranks(&config(stage, 2), program), Optimizer::Sgd.tolerance());
+    }
+    // Where the others gather what this rank does not, there is no gradient that could be right.
+    let error = launch(&config(Stage::Parameters, 2), program).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("`hidden.1`") && error.contains("`hidden.2`"), "{error}");
 }
 
 #[test]

@@ -28,6 +28,7 @@ const CASES: &[Case] = &[
     case("launcher", "", ["launcher = \"threads\"", "launcher = \"srun\""], started),
     case("rendezvous_port", "", ["rendezvous_port = 4000", "rendezvous_port = 4001"], meeting),
     case("mesh", "world_size = 4", ["", "mesh = { replicate = 2, shard = 2 }"], local_parameters),
+    case("reshard_after_forward", "world_size = 4", ["", "reshard_after_forward = 2"], gathered_bytes),
     case("timeout_s", "world_size = 2", ["timeout_s = 0.1", "timeout_s = 30.0"], patience),
     case("threads_per_rank", "", ["threads_per_rank = 1", "threads_per_rank = 3"], threads),
     case("seed", "", ["seed = 1", "seed = 2"], initial_weights),
@@ -207,6 +208,19 @@ fn reductions(config: &Config) -> String {
     on_ranks(config, |rank| {
         trained(&rank, 4)?;
         Ok(rank.traffic().of(OpKind::ReduceScatter).num_ops)
+    })
+}
+
+fn gathered_bytes(config: &Config) -> String {
+    on_ranks(config, |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        for batch in 0..2 {
+            let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+            optim.step(0.05, &mut model, gradients)?;
+        }
+        model.synchronize()?;
+        Ok(rank.traffic().of(OpKind::AllGather).sent_bytes)
     })
 }
 

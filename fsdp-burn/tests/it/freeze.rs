@@ -13,7 +13,7 @@ use crate::common::run::{
 
 /// What is frozen before each batch: nothing, the blocks, then the first block alone, then nothing again.
 const PHASES: [&str; 4] = ["nothing", "blocks", "blocks.0", "nothing"];
-const BATCHES: usize = 3;
+const BATCHES: usize = 5;
 
 /// Freezes the parameters of a plain model whose path begins with a text.
 struct Freeze<'a> {

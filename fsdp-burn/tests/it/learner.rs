@@ -16,11 +16,11 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Interrupter, MetricEarlyStoppingStrategy, StoppingCondition, TrainOutput,
     TrainStep, TrainingError,
 };
-use fsdp_burn::{Accumulate, Config, Dtype, Error, FsdpStrategy, Sharded, Stage, TrainingConfig};
+use fsdp_burn::{Accumulate, Buffers, Config, Dtype, Error, FsdpStrategy, LossScale, Sharded, Stage, TrainingConfig};
 
 use crate::common::learner::{
-    Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, NormedClassifier, Samples, Stack, build, items,
-    on_one_device, on_ranks, scheduler, training,
+    BurnNormedClassifier, Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, NormedClassifier, Samples,
+    Stack, build, items, on_one_device, on_ranks, scheduler, training,
 };
 use crate::common::run::{Optimizer, Outcome, Tolerance, assert_parity, config, plain_weights};
 
@@ -169,6 +169,59 @@ fn what_computes_in_bf16_trains_float32_masters_and_returns_and_saves_those() {
         // One device loads the masters, and has nothing left to train.
         let on = Lesson { resume_after: Some(2), num_epochs: 2, ..lesson.clone() };
         assert_eq!(on_one_device::<HalfClassifier>(2, &on).weights, got.weights, "{stage}: what was saved");
+    }
+}
+
+#[test]
+fn a_learner_in_f16_scales_its_loss_skips_overflows_together_and_learns_what_float32_does() {
+    let lesson = Lesson { num_epochs: 4, ..even(2) };
+    let exact = on_ranks::<HalfClassifier>(&config(Stage::Ddp, 2), &lesson).unwrap();
+    let mut first: Option<Lessons> = None;
+    for stage in Stage::ALL {
+        let mut half = config(stage, 2);
+        half.precision.parameters = Dtype::F16;
+        let got = on_ranks::<HalfClassifier>(&half, &lesson).unwrap();
+        assert_eq!(got.rates, exact.rates, "{stage}: the scheduler goes on where a step is skipped");
+        let last = got.losses.len() - 1;
+        let difference = (got.losses[last] - exact.losses[last]).abs();
+        assert!(difference < 0.1 * exact.losses[last], "{stage}: {:?}, not {:?}", got.losses, exact.losses);
+        assert!(got.losses.iter().all(|loss| loss.is_finite()), "{stage}");
+        assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{stage}: another bit than stage 0");
+    }
+    // In float32 a scale changes no bit.
+    let mut fixed = config(Stage::Parameters, 2);
+    fixed.precision.loss_scale = Some(LossScale::Fixed(1024.0));
+    let got = on_ranks::<HalfClassifier>(&fixed, &lesson).unwrap();
+    let weights = |lessons: Lessons| Outcome { weights: lessons.weights, ..Outcome::default() };
+    assert_parity("a scale is divided out", &weights(exact), &weights(got), Tolerance::EXACT);
+}
+
+/// Parts of 8, 8 and 9 samples in batches of 4: two ranks have no batch in the third round of an epoch.
+#[test]
+fn a_round_without_a_batch_counts_in_no_running_statistics_of_a_rank() {
+    let lesson = Lesson::new(25, 13, 4, 3);
+    let (mut mean, mut var) = (vec![0.0; 7], vec![1.0; 7]);
+    for _ in 0..lesson.num_epochs {
+        for batch in lesson.train[..8].chunks(4) {
+            for column in 0..7 {
+                let values: Vec<f64> = batch.iter().map(|(x, _)| f64::from(x[column])).collect();
+                let batch_mean = values.iter().sum::<f64>() / 4.0;
+                let batch_var = values.iter().map(|value| (value - batch_mean).powi(2)).sum::<f64>() / 4.0;
+                mean[column] = 0.9 * mean[column] + 0.1 * batch_mean;
+                var[column] = 0.9 * var[column] + 0.1 * batch_var;
+            }
+        }
+    }
+    for stage in Stage::ALL {
+        let training = TrainingConfig { buffers: Buffers::Local, ..TrainingConfig::default() };
+        let config = Config { training, ..config(stage, 3) };
+        let got = on_ranks::<BurnNormedClassifier>(&config, &lesson).unwrap().weights;
+        for (name, expected) in [("running_mean", &mean), ("running_var", &var)] {
+            let (_, got) = got.iter().find(|(path, _)| path.contains(name)).unwrap();
+            for (expected, got) in expected.iter().zip(got) {
+                assert!((expected - f64::from(*got)).abs() < 1e-5, "{stage}, {name}: {got}, not {expected}");
+            }
+        }
     }
 }
 
@@ -431,12 +484,13 @@ fn what_a_sharded_learner_would_do_differently_is_refused_with_the_remedy() {
     let error = refused.map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("`outside.weight`") && error.contains("#[shard(ignore)]"), "{error}");
 
+    // Its step does not scale the loss.
     let mut half = config(Stage::Parameters, 2);
     half.precision.parameters = Dtype::F16;
     let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());
     let refused = FsdpStrategy::new(&half).launch(training_here, build(), Optimizer::AdamW.build(), scheduler());
     let error = refused.map(|_: burn::train::LearningResult<Classifier>| ()).unwrap_err().to_string();
-    assert!(error.contains("scales the loss") && error.contains("bf16"), "{error}");
+    assert!(error.contains("scales the loss") && error.contains("scale_loss(loss).backward()"), "{error}");
 
     let bad = Config { timeout_s: -1.0, ..config(Stage::Parameters, 2) };
     let (training_here, _) = training::<Classifier>(&lesson, loader(), loader());

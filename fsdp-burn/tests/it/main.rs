@@ -27,6 +27,7 @@ mod precision;
 mod processes;
 mod recompute;
 mod recovery;
+mod reshard;
 mod resume;
 mod saver;
 mod shapes;

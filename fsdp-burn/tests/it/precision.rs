@@ -1,13 +1,16 @@
 //! Half precision: what is computed in it, what stays in float32, and what an overflow does.
 
+use std::ops::Range;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::{DType, FloatDType, Gradients, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Gradients, Tensor};
 use fsdp_burn::{
-    Accumulate, Axis, Config, Dtype, Error, LossScale, Mesh, NonFinite, OpKind, PrecisionConfig, Sharded, Stage,
-    StepOutcome, TrainingConfig, launch,
+    Accumulate, Axis, Config, Dtype, Error, FieldRule, LossScale, Mesh, NonFinite, OpKind, PrecisionConfig, Sharded,
+    Stage, StepOutcome, TrainingConfig, WrapPolicy, cast_input, cast_output, launch,
 };
+use fsdp_core::checkpoint::{Manifest, TensorKind};
 
 use crate::common::models::{Gpt, RecomputedGpt, Trial, rows};
 use crate::common::run::{
@@ -255,6 +258,131 @@ fn a_unit_can_have_a_precision_of_its_own() {
             Ok(())
         })
         .unwrap();
+    }
+}
+
+/// Each unit with types of its own.
+#[derive(Module, Debug, Sharded)]
+struct OwnTypes {
+    #[shard(unit, reduce = "bf16")]
+    body: Linear,
+    #[shard(unit, precision = "f32", output = "bf16")]
+    head: Linear,
+}
+
+impl Trial for OwnTypes {
+    fn build(device: &Device) -> Self {
+        let linear = || LinearConfig::new(6, 6).init(device);
+        Self { body: linear(), head: linear() }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = self.body.forward(cast_input(&self.body.weight, rows(batch, samples, 6, device)));
+        let y = cast_output(&self.head.weight, self.head.forward(cast_input(&self.head.weight, x)));
+        y.cast(FloatDType::F32).powi_scalar(2).mean()
+    }
+}
+
+#[test]
+fn units_reduce_in_and_put_out_types_of_their_own_with_the_same_bits_at_every_stage() {
+    let config = |stage| half(stage, 3, Dtype::Bf16);
+    let expected = sharded::<OwnTypes>(&config(Stage::Ddp), Optimizer::AdamW);
+    for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+        let got = sharded::<OwnTypes>(&config(stage), Optimizer::AdamW);
+        assert_parity(&format!("{stage}"), &expected, &got, Tolerance::EXACT);
+    }
+    let sent = launch(&half(Stage::Parameters, 2, Dtype::Bf16), |rank| {
+        let model = start::<OwnTypes>(&rank)?;
+        let x = cast_input(&model.body.weight, rows(0, 0..4, 6, &rank.device()));
+        let body = cast_output(&model.body.weight, model.body.forward(x.clone()));
+        let head = model.head.forward(cast_input(&model.head.weight, body.clone()));
+        let dtypes = [x.dtype(), body.dtype(), head.dtype(), cast_output(&model.head.weight, head).dtype()];
+        assert_eq!(dtypes, [DType::BF16, DType::F32, DType::F32, DType::BF16]);
+        let said =
+            "computed in f32 and bf16, gradients sent in f32 and bf16, outputs cast to f32 and bf16, no loss scale";
+        assert!(model.summary().contains(said), "{}", model.summary());
+        rank.traffic().reset();
+        let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
+        rank.optimizer(Optimizer::Sgd.build())?.step(0.1, &mut { model }, gradients)?;
+        Ok(rank.traffic().of(OpKind::ReduceScatter).sent_bytes)
+    });
+    // Of 42 elements of each unit every rank sends the other's half: two bytes each of the body, four of the head.
+    assert_eq!(sent.unwrap().iter().sum::<u64>(), 42 * 2 + 42 * 4);
+}
+
+/// One unit in a type that needs its loss scaled, in a model in float32.
+#[derive(Module, Debug, Sharded)]
+struct ScaledByOneUnit {
+    #[shard(unit, precision = "f16")]
+    body: Linear,
+    head: Linear,
+}
+
+#[test]
+fn one_unit_in_f16_brings_a_dynamic_loss_scale() {
+    launch(&config(Stage::Parameters, 2), |rank| {
+        let device = rank.device();
+        let linear = || LinearConfig::new(6, 6).init(&device);
+        let turn = rank.is_main().then(|| seeded(&device, SEED));
+        let mut model = rank.shard(ScaledByOneUnit { body: linear(), head: linear() })?;
+        drop(turn);
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        assert!(model.summary().contains("a dynamic loss scale"), "{}", model.summary());
+        let mut losses = Vec::new();
+        for _ in 0..STEPS {
+            let x = model.body.forward(cast_input(&model.body.weight, rows(1, 0..4, 6, &device)));
+            let loss = model.head.forward(cast_input(&model.head.weight, x)).powi_scalar(2).mean();
+            losses.push(scalar(&loss));
+            let gradients = model.backward(loss)?;
+            optim.step(0.05, &mut model, gradients)?;
+        }
+        assert!(model.loss_scale() > 1.0 && losses[STEPS - 1] < 0.9 * losses[0], "{losses:?}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A policy that is written by hand, with a type that does not exist.
+#[derive(Module, Debug)]
+struct Misspelt {
+    linear: Linear,
+}
+
+impl Sharded for Misspelt {
+    fn wrap_policy() -> WrapPolicy {
+        WrapPolicy::new().field("linear", FieldRule::unit().precision("bf16").reduce("fp8"))
+    }
+}
+
+#[test]
+fn an_element_type_that_does_not_exist_is_refused_by_word_and_unit() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| {
+        rank.shard(Misspelt { linear: LinearConfig::new(2, 2).init(&rank.device()) }).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("`linear`") && error.contains("`reduce = \"fp8\"` is no element type"), "{error}");
+}
+
+#[test]
+fn the_optimizers_state_is_float32_under_half_precision() {
+    for stage in Stage::ALL {
+        let root = std::env::temp_dir().join(format!("fsdp-burn-state-{}-{}", stage.number(), std::process::id()));
+        let dir = root.clone();
+        let dtypes = launch(&half(stage, 2, Dtype::Bf16), move |rank| {
+            let mut model = start::<Gpt>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+            let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
+            optim.step(0.01, &mut model, gradients)?;
+            let saved = model.save(&dir, &optim, Default::default(), &Default::default())?;
+            let tensors = Manifest::read(&saved.dir).unwrap().tensors.into_iter();
+            let dtypes = tensors.map(|tensor| (tensor.kind, tensor.dtype.to_string())).collect::<Vec<_>>();
+            rank.barrier()?;
+            Ok(dtypes)
+        });
+        let _ = std::fs::remove_dir_all(&root);
+        let dtypes = dtypes.unwrap().concat();
+        assert!(dtypes.iter().any(|(kind, _)| *kind == TensorKind::Optimizer), "{stage}");
+        assert!(dtypes.iter().all(|(_, dtype)| dtype.to_lowercase() == "f32"), "{stage}: {dtypes:?}");
     }
 }
 

@@ -111,16 +111,6 @@ impl Trial for Tied {
     }
 }
 
-/// Five rounds of the four kinds of batches.
-const NUM_STEPS: usize = 20;
-
-/// That of [`STEPS`] steps, for more of them: rounding errors of all gradients reach a weight in all later steps.
-fn tolerance(optimizer: Optimizer) -> Tolerance {
-    let more = (NUM_STEPS / STEPS) as f64;
-    let Tolerance { losses, weights, absolute } = optimizer.tolerance();
-    Tolerance { losses: losses * more, weights: weights * more, absolute: absolute * more * more }
-}
-
 #[test]
 fn tied_weights_train_as_one_parameter_that_is_used_twice_and_every_stage_gives_the_same_bits() {
     for optimizer in Optimizer::ALL {
@@ -135,12 +125,12 @@ fn tied_weights_train_as_one_parameter_that_is_used_twice_and_every_stage_gives_
                 prefetch: PrefetchConfig { forward: depth, backward: depth, max_bytes: None },
                 ..config(stage, world_size)
             };
-            let oracle = plain_for::<Once>(&with(Stage::Ddp, 1, 1), optimizer, NUM_STEPS);
+            let oracle = plain_for::<Once>(&with(Stage::Ddp, 1, 1), optimizer, STEPS);
             for world_size in [1, 2, 3] {
-                let run = |stage, depth| sharded_for::<Tied>(&with(stage, world_size, depth), optimizer, NUM_STEPS);
+                let run = |stage, depth| sharded_for::<Tied>(&with(stage, world_size, depth), optimizer, STEPS);
                 let ddp = run(Stage::Ddp, 1);
                 let what = format!("{optimizer:?} on {world_size}, {training:?}");
-                assert_parity(&what, &oracle, &ddp, tolerance(optimizer));
+                assert_parity(&what, &oracle, &ddp, optimizer.tolerance());
                 for (stage, depth) in [
                     (Stage::OptimizerState, 1),
                     (Stage::Gradients, 1),

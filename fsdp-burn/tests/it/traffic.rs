@@ -72,12 +72,13 @@ fn units(plan: &Plan, order: &[&str], num_ranks: u64) -> Vec<UnitTraffic> {
     order.iter().map(unit).collect()
 }
 
-fn assert_counts<M: Trial>(config: &Config, recompute: bool, order: &[&str]) {
+pub(crate) fn assert_counts<M: Trial>(config: &Config, recompute: bool, order: &[&str]) {
     let (counted, plan) = count::<M>(config, recompute);
     let num_ranks = config.world_size as u64;
     let model = TrafficModel {
         num_micro_batches: config.training.gradient_accumulation as u64,
         accumulate: config.training.accumulate,
+        reshard: config.resharding().map(|num_ranks| num_ranks as u64),
         ..TrafficModel::new(config.stage, num_ranks)
     };
     let expected = model.step(&units(&plan, order, num_ranks));
@@ -89,9 +90,10 @@ fn assert_counts<M: Trial>(config: &Config, recompute: bool, order: &[&str]) {
     }
 }
 
-const MLP: [&str; 5] = ["[input]", "hidden.0", "hidden.1", "hidden.2", "root"];
-const CONV_NET: [&str; 5] = ["stem", "root", "body.convs.0", "body.convs.1", "head"];
-const GPT: [&str; 7] = ["[tokens]", "root", "blocks.0", "blocks.0.feed", "blocks.1", "blocks.1.feed", "head"];
+pub(crate) const MLP: [&str; 5] = ["[input]", "hidden.0", "hidden.1", "hidden.2", "root"];
+pub(crate) const CONV_NET: [&str; 5] = ["stem", "root", "body.convs.0", "body.convs.1", "head"];
+pub(crate) const GPT: [&str; 7] =
+    ["[tokens]", "root", "blocks.0", "blocks.0.feed", "blocks.1", "blocks.1.feed", "head"];
 
 #[test]
 fn a_step_sends_what_the_traffic_model_says_at_every_stage_and_world_size() {

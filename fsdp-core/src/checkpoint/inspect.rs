@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 use super::manifest::{FileEntry, Manifest, TensorEntry};
 use super::root::{PINNED_FILE, Root};
 use super::{Checkpoint, CheckpointError, TensorKind, Verify};
-use crate::human_bytes;
-use crate::plan::{aligned, grouped};
+use crate::{Table, grouped, human_bytes};
 
 /// What [`inspect`] found. Prints as a report.
 #[derive(Debug)]
@@ -122,13 +121,15 @@ impl fmt::Display for Inspection {
 }
 
 fn file_table(files: &[FileEntry]) -> String {
-    let mut rows = vec![["file", "size", "checksum"].map(str::to_owned)];
-    rows.extend(files.iter().map(|file| [file.name.clone(), human_bytes(file.bytes), file.checksum.to_string()]));
-    aligned(&rows)
+    let mut table = Table::new(["file", "size", "checksum"]).with_notes();
+    for file in files {
+        table.row([file.name.clone(), human_bytes(file.bytes), file.checksum.to_string()]);
+    }
+    table.to_string()
 }
 
 fn tensor_table(tensors: &[TensorEntry]) -> String {
-    let mut rows = vec![["tensor", "type", "elements", "size", "shape, and how it is cut"].map(str::to_owned)];
+    let mut table = Table::new(["tensor", "type", "elements", "size", "shape, and how it is cut"]).with_notes();
     for kind in [TensorKind::Model, TensorKind::Optimizer] {
         let of_kind: Vec<_> = tensors.iter().filter(|tensor| tensor.kind == kind).collect();
         for tensor in &of_kind {
@@ -140,7 +141,7 @@ fn tensor_table(tensors: &[TensorEntry]) -> String {
             let aliases: String = tensor.aliases.iter().map(|alias| format!(" = {alias}")).collect();
             let name = format!("{}{aliases}", tensor.name);
             let size = human_bytes(tensor.full_bytes());
-            rows.push([name, tensor.dtype.to_string(), grouped(tensor.full_len()), size, cut]);
+            table.row([name, tensor.dtype.to_string(), grouped(tensor.full_len() as u64), size, cut]);
         }
         let elements: usize = of_kind.iter().map(|tensor| tensor.full_len()).sum();
         let bytes: u64 = of_kind.iter().map(|tensor| tensor.full_bytes()).sum();
@@ -148,7 +149,7 @@ fn tensor_table(tensors: &[TensorEntry]) -> String {
             TensorKind::Model => "all of the model",
             TensorKind::Optimizer => "all of the optimizer",
         };
-        rows.push([what.into(), String::new(), grouped(elements), human_bytes(bytes), String::new()]);
+        table.row([what.into(), String::new(), grouped(elements as u64), human_bytes(bytes), String::new()]);
     }
-    aligned(&rows)
+    table.to_string()
 }

@@ -81,7 +81,7 @@ pub enum ConfigError {
         message: String,
     },
     /// A key that does not exist anywhere.
-    #[error("{at}: unknown key `{key}`; {}", suggest_key(*nearest, *nearest_table, known))]
+    #[error("{at}: unknown key `{}`; {}", key.escape_debug(), suggest_key(*nearest, *nearest_table, known))]
     UnknownKey {
         /// Where.
         at: Location,
@@ -95,7 +95,7 @@ pub enum ConfigError {
         known: Vec<&'static str>,
     },
     /// A key that exists, but in another table.
-    #[error("{at}: `{key}` belongs {}; move it there", place_of(table))]
+    #[error("{at}: `{}` belongs {}; move it there", key.escape_debug(), place_of(table))]
     MisplacedKey {
         /// Where.
         at: Location,
@@ -105,7 +105,7 @@ pub enum ConfigError {
         table: &'static str,
     },
     /// A value of another type.
-    #[error("{at}: `{key}` is {got}; it must be {expected}")]
+    #[error("{at}: `{}` is {got}; it must be {expected}", key.escape_debug())]
     WrongType {
         /// Where.
         at: Location,
@@ -129,7 +129,7 @@ pub enum ConfigError {
         got: String,
     },
     /// A name that is none of the choices.
-    #[error("{at}: `{key}` is \"{got}\", which does not exist; {}", suggest_name(*nearest, allowed))]
+    #[error("{at}: `{key}` is \"{}\", which does not exist; {}", got.escape_debug(), suggest_name(*nearest, allowed))]
     UnknownName {
         /// Where.
         at: Location,

@@ -168,6 +168,20 @@ static KEYS: &[ConfigKey] = &[
     },
     ConfigKey {
         table: "",
+        name: "reshard_after_forward",
+        meaning: "Ranks that a unit stays cut over from forward to backward, at stage 3: neighbours along `shard`, whose number \
+                  it divides. Backward gathers among them. Not set: all of `shard`, and nothing stays.",
+        cost: "Each rank holds 1/k of the units from forward to backward; the second gather stays among k ranks, such as those \
+               of one host.",
+        kind: Kind::OptionalInteger {
+            min: 2,
+            max: None,
+            get: |config| config.reshard_after_forward,
+            set: |config, num_ranks| config.reshard_after_forward = num_ranks,
+        },
+    },
+    ConfigKey {
+        table: "",
         name: "timeout_s",
         meaning: "Seconds after which every wait of a collective ends with an error.",
         cost: "After a rank has failed silently, the others wait at most this long.",
@@ -484,6 +498,7 @@ mod tests {
             [
                 "rendezvous_port",
                 "mesh",
+                "reshard_after_forward",
                 "seed",
                 "prefetch.max_bytes",
                 "precision.loss_scale",

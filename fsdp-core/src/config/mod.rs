@@ -22,7 +22,7 @@ pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 pub use offload::{OffloadConfig, TierShares};
 
-use crate::{Dtype, Environment, LauncherChoice, LauncherError, LossScale, Mesh, Stage, Started};
+use crate::{Axis, Dtype, Environment, LauncherChoice, LauncherError, LossScale, Mesh, Stage, Started};
 
 /// How a run is sharded, and how it trains. [`config_keys`] explains every key of the file.
 ///
@@ -56,6 +56,10 @@ pub struct Config {
     pub rendezvous_port: Option<u16>,
     /// The ranks as a grid whose sizes multiply to the world size. Default: `None`, all ranks along the shard axis.
     pub mesh: Option<Mesh>,
+    /// Ranks along the shard axis that a unit stays cut over from forward to backward, at stage 3; they divide the axis.
+    /// Backward gathers among them, as with FSDP2's `reshard_after_forward=k` and ZeRO++'s hpZ. Default: `None`, all of the
+    /// axis, and nothing is held in between.
+    pub reshard_after_forward: Option<usize>,
     /// Every wait of a collective ends after this many seconds. Default: 300.
     pub timeout_s: f64,
     /// Compute threads of each rank; 0 shares the cores evenly. Default: 0. See [`Config::compute_threads`].
@@ -128,6 +132,7 @@ impl Default for Config {
             launcher: LauncherChoice::default(),
             rendezvous_port: None,
             mesh: None,
+            reshard_after_forward: None,
             timeout_s: 300.0,
             threads_per_rank: 0,
             seed: None,
@@ -240,6 +245,15 @@ impl Config {
         self.mesh.clone().unwrap_or_else(|| Mesh::one_dim(self.world_size))
     }
 
+    /// [`Config::reshard_after_forward`], where it is fewer than all ranks along the shard axis.
+    ///
+    /// # Panics
+    /// As [`Config::resolved_mesh`].
+    pub fn resharding(&self) -> Option<usize> {
+        let num_shards = self.resolved_mesh().size(Axis::Shard);
+        self.reshard_after_forward.filter(|&num_ranks| num_ranks < num_shards)
+    }
+
     /// How the ranks of this configuration are started, by the environment of this process.
     ///
     /// # Errors
@@ -294,7 +308,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Axis, Launcher};
+    use crate::Launcher;
 
     #[test]
     fn an_empty_file_means_all_defaults() {
@@ -308,11 +322,12 @@ mod tests {
     #[test]
     fn toml_and_json_of_every_key_agree() {
         let toml = r#"
-            stage = 1
-            world_size = 6
+            stage = 3
+            world_size = 8
             launcher = "torchrun"
             rendezvous_port = 4000
-            mesh = { shard = 3, replicate = 2 }
+            mesh = { shard = 4, replicate = 2 }
+            reshard_after_forward = 2
             timeout_s = 2.5
             threads_per_rank = 2
             seed = 0
@@ -335,7 +350,8 @@ mod tests {
             nvme_checksums = false
         "#;
         let json = r#"{
-            "stage": 1, "world_size": 6, "launcher": "torchrun", "rendezvous_port": 4000, "mesh": {"shard": 3, "replicate": 2}, "timeout_s": 2.5,
+            "stage": 3, "world_size": 8, "launcher": "torchrun", "rendezvous_port": 4000,
+            "mesh": {"shard": 4, "replicate": 2}, "reshard_after_forward": 2, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
             "training": {"gradient_accumulation": 4, "accumulate": "local", "gradient_reduction": "sum",
@@ -345,11 +361,12 @@ mod tests {
                         "nvme_buffer_bytes": 8192, "nvme_block_bytes": 4096, "nvme_checksums": false}
         }"#;
         let expected = Config {
-            stage: Stage::OptimizerState,
-            world_size: 6,
+            stage: Stage::Parameters,
+            world_size: 8,
             launcher: LauncherChoice::Only(Launcher::Torchrun),
             rendezvous_port: Some(4000),
-            mesh: Some(Mesh::new([(Axis::Shard, 3), (Axis::Replicate, 2)]).unwrap()),
+            mesh: Some(Mesh::new([(Axis::Shard, 4), (Axis::Replicate, 2)]).unwrap()),
+            reshard_after_forward: Some(2),
             timeout_s: 2.5,
             threads_per_rank: 2,
             seed: Some(0),
@@ -483,12 +500,16 @@ mod tests {
                 2 => Some(vec![(Axis::Shard, shard), (Axis::Replicate, replicate)]),
                 _ => Some(vec![(Axis::Shard, replicate * shard)]),
             };
+            let mesh = mesh.map(|axes| Mesh::new(axes).unwrap());
+            let num_shards = mesh.as_ref().map_or(replicate * shard, |mesh| mesh.size(Axis::Shard));
             Config {
                 stage: Stage::ALL[stage],
                 world_size: replicate * shard,
                 launcher: LauncherChoice::ALL[launcher],
                 rendezvous_port,
-                mesh: mesh.map(|axes| Mesh::new(axes).unwrap()),
+                mesh,
+                // The largest true divisor, if there is one.
+                reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && num_shards.is_multiple_of(*k)),
                 timeout_s,
                 threads_per_rank,
                 seed,

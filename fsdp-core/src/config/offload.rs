@@ -51,6 +51,17 @@ impl TierShares {
         bytes.iter().map(place).collect()
     }
 
+    /// Which parameters, given by their bytes, lie in host memory: of those that do not lie on a disk, as large a part as the
+    /// share asks for.
+    pub fn on_cpu(&self, bytes: &[usize]) -> Vec<bool> {
+        let on_nvme = self.on_nvme(bytes);
+        let others: Vec<_> =
+            bytes.iter().zip(on_nvme).map(|(&bytes, on_nvme)| if on_nvme { 0 } else { bytes }).collect();
+        let rest = 1.0 - self.nvme;
+        let share = if rest > 0.0 { (self.cpu / rest).min(1.0) } else { 0.0 };
+        TierShares { cpu: 0.0, nvme: share }.on_nvme(&others)
+    }
+
     /// Whether the shares are shares.
     pub(super) fn is_valid(&self) -> bool {
         let share = |share: f64| (0.0..=1.0).contains(&share);
@@ -58,7 +69,7 @@ impl TierShares {
     }
 
     /// Where all of it lies, if it lies in one place.
-    pub(super) fn name(&self) -> Option<&'static str> {
+    pub(crate) fn name(&self) -> Option<&'static str> {
         [("device", Self::DEVICE), ("cpu", Self::CPU), ("nvme", Self::NVME)]
             .into_iter()
             .find_map(|(name, placement)| (placement == *self).then_some(name))
@@ -133,6 +144,10 @@ mod tests {
             let on_disk: usize = bytes.iter().zip(&placed).filter(|(_, placed)| **placed).map(|(bytes, _)| bytes).sum();
             let (total, largest) = (bytes.iter().sum::<usize>() as f64, bytes.iter().copied().max().unwrap_or(0) as f64);
             prop_assert!((on_disk as f64 - nvme * total).abs() <= largest, "{on_disk} of {total} at {nvme}");
+            // The rest in host memory: every parameter lies in one place.
+            let shares = TierShares { cpu: 1.0 - nvme, nvme };
+            let both = shares.on_nvme(&bytes).into_iter().zip(shares.on_cpu(&bytes)).zip(&bytes);
+            prop_assert!(both.into_iter().all(|((nvme, cpu), bytes)| !(nvme && cpu) && ((nvme || cpu) == (*bytes > 0))));
             prop_assert!(nvme < 1.0 || bytes.iter().zip(&placed).all(|(bytes, placed)| *placed == (*bytes > 0)));
         }
     }

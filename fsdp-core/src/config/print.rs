@@ -89,6 +89,7 @@ world_size = 1
 launcher = "auto"
 # rendezvous_port is not set
 # mesh is not set
+# reshard_after_forward is not set
 timeout_s = 300.0
 threads_per_rank = 0
 # seed is not set

@@ -15,6 +15,7 @@ pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigEr
     check_mesh(&reader.config, reader.at(reader.mesh_place))?;
     check_clipping(&reader.config, reader.at(None))?;
     check_offload(&reader.config, reader.at(None))?;
+    check_resharding(&reader.config, reader.at(None))?;
     Ok(reader.config)
 }
 
@@ -24,7 +25,28 @@ pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
     config_keys().iter().try_for_each(|key| check_range(key, config, at))?;
     check_mesh(config, at())?;
     check_clipping(config, at())?;
-    check_offload(config, at())
+    check_offload(config, at())?;
+    check_resharding(config, at())
+}
+
+fn check_resharding(config: &Config, at: Location) -> Result<(), ConfigError> {
+    let Some(num_ranks) = config.reshard_after_forward else { return Ok(()) };
+    let needs = |needs, remedy| ConfigError::Needs { at, key: "reshard_after_forward".to_owned(), needs, remedy };
+    if !config.stage.shards_parameters() {
+        let stage = config.stage.number();
+        let why = format!("cuts gathered parameters, which stage {stage} does not have: every rank uses them whole");
+        return Err(needs(why, "set `stage = 3`, or leave the key out"));
+    }
+    if config.world_size == 1 && config.mesh.is_none() {
+        // A launcher may decide how many there are.
+        return Ok(());
+    }
+    let num_shards = config.resolved_mesh().size(Axis::Shard);
+    if !num_shards.is_multiple_of(num_ranks) {
+        let why = format!("is {num_ranks}, which does not divide the {num_shards} ranks along `shard` into groups");
+        return Err(needs(why, "set it to a divisor of them, such as the ranks of one host, or leave it out"));
+    }
+    Ok(())
 }
 
 fn check_offload(config: &Config, at: Location) -> Result<(), ConfigError> {
@@ -332,8 +354,9 @@ mod tests {
         );
         assert_eq!(
             refusal("[schedule]\nlr = 1"),
-            "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `mesh`, `timeout_s`, \
-             `threads_per_rank`, `seed`, `prefetch`, `precision`, `training`, `offload`"
+            "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `launcher`, \
+             `rendezvous_port`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
+             `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");
         assert_eq!(
@@ -551,6 +574,36 @@ mod tests {
             refusal("mesh = {}"),
             "run.toml:1:8: the mesh has no axis; write `{ shard = N }` with the number of ranks, or leave the mesh out"
         );
+    }
+
+    #[test]
+    fn resharding_needs_stage_3_and_groups_of_equal_size() {
+        for (toml, text) in [
+            (
+                "world_size = 6\nreshard_after_forward = 4",
+                "`reshard_after_forward` is 4, which does not divide the 6 ranks along `shard` into groups; set it to a \
+                 divisor of them, such as the ranks of one host, or leave it out",
+            ),
+            (
+                "world_size = 4\nmesh = { replicate = 2, shard = 2 }\nreshard_after_forward = 4",
+                "`reshard_after_forward` is 4, which does not divide the 2 ranks along `shard` into groups; set it to a \
+                 divisor of them, such as the ranks of one host, or leave it out",
+            ),
+            (
+                "stage = 2\nworld_size = 4\nreshard_after_forward = 2",
+                "`reshard_after_forward` cuts gathered parameters, which stage 2 does not have: every rank uses them \
+                 whole; set `stage = 3`, or leave the key out",
+            ),
+            (
+                "reshard_after_forward = 1",
+                "`reshard_after_forward` is 1; it must be an integer of at least 2; leave the key out for none",
+            ),
+        ] {
+            assert_eq!(refusal(toml).split_once(": ").unwrap().1, text, "{toml}");
+        }
+        let config = |toml| Config::from_toml(toml, "run.toml").unwrap();
+        assert_eq!(config("world_size = 6\nreshard_after_forward = 3").resharding(), Some(3));
+        assert_eq!(config("world_size = 6\nreshard_after_forward = 6").resharding(), None, "it is all of them");
     }
 
     #[test]

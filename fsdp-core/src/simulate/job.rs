@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
 use crate::{
-    Accumulate, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh, ModelShape,
-    Network, NonFinite, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic, UnitShape,
-    UnitTraits,
+    Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh,
+    ModelShape, Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage,
+    StepTraffic, TierRate, UnitShape, UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -35,6 +35,15 @@ pub enum Speed {
         /// Seconds of the optimizer's step over all parameters.
         optimizer_s: f64,
     },
+}
+
+/// What lies below a rank's memory, and how fast the rank reaches it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierRates {
+    /// Host memory. `None` where the device computes in it: then what is placed there is where it always is.
+    pub host: Option<TierRate>,
+    /// This rank's part of the disks. `None`: their time is left out.
+    pub nvme: Option<TierRate>,
 }
 
 /// What collectives cost.
@@ -78,7 +87,9 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => links.reduce_scatter.message_s(shard_bytes * placed.num_ranks),
+            Collectives::Measured(links) => {
+                links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks))
+            }
         }
     }
 
@@ -116,10 +127,18 @@ pub struct Job {
     pub num_tokens: u64,
     /// Units that are freed after use run their forward once more in backward.
     pub recompute: bool,
-    /// What forward keeps for backward, in bytes per rank, where it is known.
+    /// Activations and temporaries when backward begins, in bytes per rank, where they are known.
     pub activation_bytes: Option<u64>,
+    /// Those of the unit whose backward is the last; see [`Activations::last_bytes`]. 0 where they are not known.
+    pub last_unit_bytes: u64,
     /// Ranks that are threads of one process, and share what they hold alike.
     pub ranks_per_process: u64,
+    /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis.
+    pub reshard: Option<usize>,
+    /// What lies below the device's memory. Parameters do so at stage 3 only.
+    pub offload: OffloadConfig,
+    /// How fast a rank reaches what lies there.
+    pub tiers: TierRates,
     /// The machine.
     pub machine: Machine,
 }
@@ -157,7 +176,11 @@ impl Job {
             num_tokens: 2048,
             recompute: false,
             activation_bytes: None,
+            last_unit_bytes: 0,
             ranks_per_process: 1,
+            reshard: config.resharding(),
+            offload: config.offload.clone(),
+            tiers: TierRates::default(),
             machine,
         }
     }
@@ -186,7 +209,13 @@ impl Job {
             ranks_per_process: self.ranks_per_process,
             prefetch: self.depth.max() as u64,
             prefetch_max_bytes: self.depth.max_bytes.map(|bytes| bytes as u64),
-            activation_bytes: self.activation_bytes,
+            reshard: self.reshard.map(|num_ranks| num_ranks as u64),
+            activations: self.activation_bytes.map(|begin_bytes| Activations {
+                begin_bytes,
+                last_bytes: self.last_unit_bytes,
+                ..Activations::default()
+            }),
+            tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
         };
         let all = model.exact(&self.layouts(|_| true), 0);
@@ -218,8 +247,10 @@ impl Job {
             num_micro_batches: self.num_micro_batches,
             accumulate: self.accumulate,
             needs_norm: self.needs_norm,
+            reshards: self.reshard.is_some(),
         };
         let num_params: usize = self.shape.units.iter().map(|unit| unit.parameters.len()).sum();
+        let placements = self.placements(stage);
         let norm_bytes = 8 * num_params as u64;
         let seconds = self.machine.network.all_gather_s(self.placed(Scope::World), norm_bytes);
         let norm_traffic = StepTraffic::default(); // a few bytes that are not the model's
@@ -228,7 +259,9 @@ impl Job {
             rules,
             uses: self.uses(),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
+            tiers: placements.unit_tiers(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
+            tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
             norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
         }
     }
@@ -267,7 +300,11 @@ impl Job {
         let trained_len = lens(&|param| !param.frozen, &ShardLayout::full_len);
         let local_len = lens(&|param| !param.frozen, &|layout| layout.shard_len(0));
 
-        let gather = (stage.shards_parameters() && shard_len > 0).then(|| self.gather(shard_len));
+        let gather = (stage.shards_parameters() && shard_len > 0).then(|| self.gather(shards, shard_len));
+        let again = match self.reshard {
+            Some(num_ranks) => gather.map(|_| self.gather(num_ranks, unit.traffic(num_ranks).shard_len)),
+            None => gather,
+        };
         let publish = matches!(stage, Stage::OptimizerState | Stage::Gradients) && trained_shard_len > 0;
         let mut reduce = Vec::new();
         if stage == Stage::Ddp {
@@ -288,9 +325,9 @@ impl Job {
             forward_s,
             backward_s,
             step_s: self.optimizer_s(stepped_len),
-            gathers: [gather; 2],
+            gathers: [gather, if unit.keep { gather } else { again }],
             reduce,
-            publish: publish.then(|| self.gather(trained_shard_len)),
+            publish: publish.then(|| self.gather(shards, trained_shard_len)),
         }
     }
 
@@ -328,10 +365,12 @@ impl Job {
         }
     }
 
-    fn gather(&self, shard_len: u64) -> Move {
+    /// Over `num_ranks` neighbours along the shard axis. In a simulation all of the axis meet, also where they are fewer.
+    fn gather(&self, num_ranks: usize, shard_len: u64) -> Move {
         let element_bytes = self.precision.element_bytes();
-        let seconds = self.machine.network.all_gather_s(self.placed(Scope::Shard), element_bytes * shard_len);
-        let traffic = StepTraffic::all_gather(self.num_shards() as u64, shard_len);
+        let placed = self.placed_along(Axis::Shard, num_ranks);
+        let seconds = self.machine.network.all_gather_s(placed, element_bytes * shard_len);
+        let traffic = StepTraffic::all_gather(num_ranks as u64, shard_len);
         Move { scope: Scope::Shard, seconds, traffic, element_bytes }
     }
 
@@ -349,19 +388,25 @@ impl Job {
     }
 
     fn placed(&self, scope: Scope) -> Placement {
-        let ranks_per_node = match self.machine.network {
+        match scope {
+            Scope::World => Placement::strided(self.mesh.world_size() as u64, 1, self.ranks_per_node()),
+            Scope::Shard => self.placed_along(Axis::Shard, self.num_shards()),
+            Scope::Replicate => self.placed_along(Axis::Replicate, self.mesh.size(Axis::Replicate)),
+        }
+    }
+
+    fn ranks_per_node(&self) -> u64 {
+        match self.machine.network {
             Collectives::Ring(network) => network.ranks_per_node,
             Collectives::Measured(_) => u64::MAX,
-        };
-        let (num_ranks, axis) = match scope {
-            Scope::World => return Placement::strided(self.mesh.world_size() as u64, 1, ranks_per_node),
-            Scope::Shard => (self.num_shards(), Axis::Shard),
-            Scope::Replicate => (self.mesh.size(Axis::Replicate), Axis::Replicate),
-        };
+        }
+    }
+
+    fn placed_along(&self, axis: Axis, num_ranks: usize) -> Placement {
         // Ranks are numbered row by row, so the last axis of the mesh is that of neighbours.
         let later = self.mesh.axes().iter().skip_while(|(other, _)| *other != axis).skip(1);
         let stride: usize = later.map(|&(_, size)| size).product();
-        Placement::strided(num_ranks as u64, stride as u64, ranks_per_node)
+        Placement::strided(num_ranks as u64, stride as u64, self.ranks_per_node())
     }
 }
 
@@ -414,6 +459,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_smaller_group_sends_less_in_backward_and_stays_in_its_node() {
+        let link = |alpha_s| Link { alpha_s, beta_s_per_byte: 0.0 };
+        let network = Network { in_node: link(1.0), between: link(100.0), ranks_per_node: 2 };
+        let config = Config { world_size: 4, reshard_after_forward: Some(2), ..Config::default() };
+        let shape = units(&[240, 480, 480, 120], &[3]);
+        let job = Job::configured(shape.clone(), &config, Machine { network: network.into(), ..machine() });
+        let model = TrafficModel { reshard: Some(2), ..TrafficModel::new(Stage::Parameters, 4) };
+        let units: Vec<_> = shape.units.iter().map(|unit| unit.traffic(4)).collect();
+        let (simulated, counted) = (job.traffic(Stage::Parameters), model.step(&units));
+        assert_eq!((simulated.sent_len, simulated.num_messages), (counted.sent_len, counted.num_messages));
+        // Three passes of three quarters, of which two units send a half in the second one, and two none.
+        assert_eq!(counted.sent_len, 2 * 3 * 330 + (240 + 480) / 2);
+        let [forward, backward] = job.workload(Stage::Parameters).units[0].gathers.map(|one| one.unwrap().seconds);
+        assert_eq!((forward, backward), (2.0 + 100.0, 1.0));
+        let memory = job.memory(Stage::Parameters);
+        assert_eq!(memory.resharded_bytes, 4 * (240 + 480) / 2);
+        let usual = Job { reshard: None, ..job.clone() }.memory(Stage::Parameters);
+        assert_eq!(crate::MemoryEstimate { resharded_bytes: 0, ..memory }, usual);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a rank does in one step, as a list: the schedule's own actions, and the computation between them.
 
-use crate::{Accumulate, Action, PrefetchDepth, Schedule, Stage, UnitIndex, UnitTraits};
+use crate::{Accumulate, Action, PrefetchDepth, Schedule, Stage, UnitIndex, UnitTiers, UnitTraits};
 
 /// One thing that a rank does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +60,8 @@ pub struct StepRules {
     pub accumulate: Accumulate,
     /// Whether the step waits for the norm of all gradients: clipping by norm, or a check that it is finite.
     pub needs_norm: bool,
+    /// Whether backward gathers from a smaller group of ranks; see [`Schedule::set_reshards`].
+    pub reshards: bool,
 }
 
 /// The list of one step in the steady state, when the schedule has learned the order of use.
@@ -76,6 +78,7 @@ pub struct StepRules {
 ///     num_micro_batches: 1,
 ///     accumulate: Accumulate::Reduced,
 ///     needs_norm: false,
+///     reshards: false,
 /// };
 /// let program = Program::steady(&rules, &[unit; 2], &Uses::in_order(2));
 /// // The step before has begun to gather what this one uses first.
@@ -96,7 +99,14 @@ pub struct Program {
 impl Program {
     /// The list of a step after two others, by which time all orders are known.
     pub fn steady(rules: &StepRules, units: &[UnitTraits], uses: &Uses) -> Self {
+        Self::with_tiers(rules, units, &vec![UnitTiers::default(); units.len()], uses)
+    }
+
+    /// The same, where parts of the units lie in tiers.
+    pub fn with_tiers(rules: &StepRules, units: &[UnitTraits], tiers: &[UnitTiers], uses: &Uses) -> Self {
         let mut schedule = Schedule::new(rules.stage, units, rules.depth);
+        schedule.set_reshards(rules.reshards);
+        schedule.set_tiers(tiers);
         let mut instructions = Vec::new();
         for _ in 0..3 {
             instructions.clear();
@@ -119,8 +129,8 @@ impl Program {
         // A step begins with what the one before has gathered for it.
         for action in self.actions().chain(self.actions()) {
             match action {
-                Action::Gather(unit) => gathered[unit] = true,
-                Action::Free(unit) => gathered[unit] = false,
+                Action::Gather(unit) | Action::Regather(unit) => gathered[unit] = true,
+                Action::Free(unit) | Action::Reshard(unit) => gathered[unit] = false,
                 _ => {}
             }
             let held = units.iter().zip(&gathered).filter(|(_, gathered)| **gathered);

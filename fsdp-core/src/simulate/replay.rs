@@ -24,6 +24,7 @@ struct RecordedSpan {
     stream: TraceStream,
     kind: SpanKind,
     unit: String,
+    bytes: u64,
     start_s: f64,
     end_s: f64,
 }
@@ -50,6 +51,8 @@ struct Event {
 #[derive(Default, Deserialize)]
 struct Args {
     step: Option<u64>,
+    #[serde(default)]
+    bytes: u64,
 }
 
 /// Why a trace cannot be replayed.
@@ -126,7 +129,8 @@ impl Recorded {
             let stream = TraceStream::ALL.get(event.tid).copied();
             let stream = stream.ok_or_else(|| wrong(format!("row {} does not exist", event.tid)))?;
             let (start_s, end_s) = (event.ts / 1e6, (event.ts + event.dur) / 1e6);
-            spans.push(RecordedSpan { rank: event.pid, step, stream, kind, unit, start_s, end_s });
+            let bytes = event.args.bytes;
+            spans.push(RecordedSpan { rank: event.pid, step, stream, kind, unit, bytes, start_s, end_s });
         }
         spans.sort_by(|one, two| one.start_s.total_cmp(&two.start_s));
         Ok(Self { origin: origin.to_owned(), spans })
@@ -199,6 +203,20 @@ impl Recorded {
             work.gathers = [gathers.first().copied(), gathers.last().copied()];
             work.reduce = moves(SpanKind::Reduce);
             work.publish = moves(SpanKind::Publish).first().copied();
+        }
+        for (unit, work) in workload.tier_work.iter_mut().enumerate() {
+            let seconds_per_byte = |kind: SpanKind| {
+                let of_unit = spans.iter().filter(|span| span.kind == kind && index[&span.unit] == unit);
+                let (bytes, seconds) = of_unit
+                    .fold((0, 0.0), |(bytes, seconds), span| (bytes + span.bytes, seconds + span.end_s - span.start_s));
+                seconds / bytes.max(1) as f64
+            };
+            let [read, write] = [SpanKind::Read, SpanKind::Write].map(seconds_per_byte);
+            for placed in [&mut work.blocks, &mut work.stepped_blocks, &mut work.gradients, &mut work.state] {
+                for part in placed {
+                    (part.read_s, part.write_s) = (read * part.bytes as f64, write * part.bytes as f64);
+                }
+            }
         }
         workload.norm = alone(0.0);
         Ok(workload)

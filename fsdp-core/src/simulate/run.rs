@@ -2,6 +2,7 @@
 
 use crate::simulate::program::{Instruction, Program};
 use crate::simulate::ranks::{RankClasses, Scope};
+use crate::simulate::tiers::{Queues, TierTraffic, UnitState};
 use crate::simulate::workload::{Move, Workload};
 use crate::{Action, SpanKind, StepTraffic, TraceStream, UnitIndex};
 
@@ -57,12 +58,16 @@ pub struct SimReport {
     pub compute_s: f64,
     /// Seconds in which a rank stands still for communication.
     pub exposed_s: f64,
+    /// Seconds in which a rank stands still for what lies below its memory.
+    pub tier_wait_s: f64,
     /// Seconds in which a rank's communication is under way, waiting for peers included; several may be at once.
     pub communication_s: f64,
     /// What each rank sends.
     pub traffic: StepTraffic,
     /// The same in bytes.
     pub sent_bytes: u64,
+    /// What the first rank moves to and from host memory and disks.
+    pub moved: TierTraffic,
     /// The most that is gathered at once, in bytes.
     pub peak_gathered_bytes: u64,
     /// Kinds of ranks that had to be simulated. See [Note: Ranks that cannot be told apart].
@@ -88,7 +93,7 @@ impl SimReport {
 /// and a few numbers for each class and unit.
 ///
 /// ```
-/// use fsdp_core::{Job, Machine, ModelShape, Network, NamedLink, SimOptions, Speed, Stage, simulate};
+/// use fsdp_core::{Job, Machine, ModelShape, NamedLink, Network, SimOptions, Speed, Stage, simulate};
 ///
 /// let link = NamedLink::find("nvlink4").expect("a known link").link;
 /// let speed = Speed::Rate { flops_per_s: 4e14, memory_bytes_per_s: 3e12 };
@@ -99,7 +104,7 @@ impl SimReport {
 /// assert!(report.step_s > report.compute_s);
 /// ```
 pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
-    let program = Program::steady(&workload.rules, &workload.traits, &workload.uses);
+    let program = Program::with_tiers(&workload.rules, &workload.traits, &workload.tiers, &workload.uses);
     let slowdown = |rank: usize| {
         let found = options.stragglers.iter().find(|(straggler, _)| *straggler == rank);
         found.map_or(1.0, |&(_, factor)| factor)
@@ -112,13 +117,22 @@ pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
     let traced =
         options.traced.iter().filter(|&&rank| rank < world_size).map(|&rank| (classes.of[rank], rank)).collect();
     let (num_units, num_classes) = (workload.units.len(), classes.len());
-    let arrivals = || vec![0.0; num_units * num_classes];
+    let has_tiers = workload.tiers.iter().any(|tiers| tiers.any());
+    // Ranks without tiers do without their arrivals.
+    let arrivals = |waited: &Waited| match waited.is_of_tier() && !has_tiers {
+        true => Vec::new(),
+        false => vec![0.0; num_units * num_classes],
+    };
+    let of_unit = |(&tiers, &work)| UnitState::new(tiers, work);
     let mut run = Run {
         workload,
         options,
         slowdown: classes.members.iter().map(|&(rank, _)| slowdown(rank)).collect(),
         clocks: vec![Clock::default(); num_classes],
-        arrived: [arrivals(), arrivals(), arrivals()],
+        arrived: Waited::ALL.each_ref().map(arrivals),
+        units: workload.tiers.iter().zip(&workload.tier_work).map(of_unit).collect(),
+        writing_gradients: None,
+        moved: TierTraffic::default(),
         traced,
         classes,
         step: 0,
@@ -145,9 +159,11 @@ pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
         step_s: (run.end() - origin) / num_steps as f64,
         compute_s: mean(|clock| clock.computed),
         exposed_s: mean(|clock| clock.waited),
+        tier_wait_s: mean(|clock| clock.tier_waited),
         communication_s: mean(|clock| clock.communicated),
         traffic: divided(run.traffic, num_steps as u64),
         sent_bytes: run.sent_bytes / num_steps as u64,
+        moved: run.moved.divided(num_steps as u64),
         peak_gathered_bytes: program.peak_gathered_bytes(&workload.traits),
         num_classes,
         num_updates: run.num_updates,
@@ -174,42 +190,71 @@ enum Stream {
 
 /// What is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Waited {
+pub(super) enum Waited {
     Gather,
     Reduce,
     Publish,
+    Blocks,
+    Gradients,
+    State,
+    WriteBack,
+    WriteGradients,
+}
+
+impl Waited {
+    const ALL: [Waited; 8] = [
+        Waited::Gather,
+        Waited::Reduce,
+        Waited::Publish,
+        Waited::Blocks,
+        Waited::Gradients,
+        Waited::State,
+        Waited::WriteBack,
+        Waited::WriteGradients,
+    ];
+
+    fn is_of_tier(self) -> bool {
+        !matches!(self, Waited::Gather | Waited::Reduce | Waited::Publish)
+    }
 }
 
 /// The times of one class of ranks, in seconds.
 #[derive(Clone, Copy, Default)]
-struct Clock {
-    now: f64,
+pub(super) struct Clock {
+    pub(super) now: f64,
+    pub(super) queues: Queues,
     /// When each stream is done with what was given to it.
     free: [f64; 2],
     computed: f64,
     waited: f64,
+    tier_waited: f64,
     communicated: f64,
 }
 
 /// A communication of a traced class that nobody has waited for yet.
-struct UnderWay {
-    class: usize,
-    waited: Waited,
-    unit: UnitIndex,
-    row: TraceStream,
-    kind: SpanKind,
-    start_s: f64,
-    end_s: f64,
+pub(super) struct UnderWay {
+    pub(super) class: usize,
+    pub(super) waited: Waited,
+    pub(super) unit: UnitIndex,
+    pub(super) row: TraceStream,
+    pub(super) kind: SpanKind,
+    pub(super) start_s: f64,
+    pub(super) end_s: f64,
 }
 
-struct Run<'a> {
+pub(super) struct Run<'a> {
     workload: &'a Workload,
     options: &'a SimOptions,
     classes: RankClasses,
     slowdown: Vec<f64>,
-    clocks: Vec<Clock>,
+    pub(super) clocks: Vec<Clock>,
     /// By what is waited for, unit and class: when it is there.
-    arrived: [Vec<f64>; 3],
+    arrived: [Vec<f64>; Waited::ALL.len()],
+    /// What of each unit is below memory, and what of that is under way.
+    pub(super) units: Vec<UnitState>,
+    /// The unit whose gradients were written last.
+    pub(super) writing_gradients: Option<UnitIndex>,
+    pub(super) moved: TierTraffic,
     /// Classes of the traced ranks, and the ranks.
     traced: Vec<(usize, usize)>,
     step: u64,
@@ -220,8 +265,8 @@ struct Run<'a> {
     event: u64,
     traffic: StepTraffic,
     sent_bytes: u64,
-    num_updates: u64,
-    under_way: Vec<UnderWay>,
+    pub(super) num_updates: u64,
+    pub(super) under_way: Vec<UnderWay>,
     spans: Vec<SimSpan>,
 }
 
@@ -241,8 +286,9 @@ impl Run<'_> {
     fn begin_measuring(&mut self) -> f64 {
         let origin = self.end();
         for clock in &mut self.clocks {
-            (clock.computed, clock.waited, clock.communicated) = (0.0, 0.0, 0.0);
+            (clock.computed, clock.waited, clock.tier_waited, clock.communicated) = (0.0, 0.0, 0.0, 0.0);
         }
+        self.moved = TierTraffic::default();
         (self.traffic, self.sent_bytes, self.step, self.origin) = (StepTraffic::default(), 0, 0, origin);
         self.spans.clear();
         origin
@@ -263,7 +309,11 @@ impl Run<'_> {
     fn act(&mut self, action: Action) {
         let units = &self.workload.units;
         match action {
-            Action::Gather(unit) => {
+            Action::Gather(unit) | Action::Regather(unit) => {
+                // What a smaller group holds is in memory.
+                if matches!(action, Action::Gather(_)) {
+                    self.have_blocks(unit);
+                }
                 let gather = units[unit].gathers[usize::from(self.in_backward)];
                 self.collect(SpanKind::Gather, Stream::Gather, Waited::Gather, unit, gather.as_slice());
             }
@@ -272,20 +322,26 @@ impl Run<'_> {
                 self.collect(SpanKind::Publish, Stream::Gather, Waited::Publish, unit, publish.as_slice());
             }
             Action::Reduce(unit) => {
+                self.begin_reduce(unit);
                 self.collect(SpanKind::Reduce, Stream::Reduce, Waited::Reduce, unit, &units[unit].reduce);
             }
             Action::WaitGather(unit) => self.wait(Waited::Gather, unit),
-            Action::WaitReduce(unit) => self.wait(Waited::Reduce, unit),
+            Action::WaitReduce(unit) => {
+                self.wait(Waited::Reduce, unit);
+                self.end_reduce(unit);
+            }
             Action::WaitPublish(unit) => self.wait(Waited::Publish, unit),
-            Action::Step(unit) => self.compute(SpanKind::Step, unit, units[unit].step_s),
+            Action::Step(unit) => {
+                self.begin_step(unit);
+                self.compute(SpanKind::Step, unit, units[unit].step_s);
+            }
             // Memory comes back at once; `Program::peak_gathered_bytes` counts it.
-            Action::Free(_) => {}
-            // The schedule of a simulation is told of no tiers.
-            Action::FetchBlocks(_)
-            | Action::FetchState(_)
-            | Action::WriteBack(_)
-            | Action::WaitWriteBack(_)
-            | Action::WriteGradients(_) => {}
+            Action::Free(_) | Action::Reshard(_) => {}
+            Action::FetchBlocks(unit) => self.fetch_blocks(unit),
+            Action::FetchState(unit) => self.fetch_state(unit),
+            Action::WriteBack(unit) => self.write_back(unit),
+            Action::WaitWriteBack(unit) => self.wait_write_back(unit),
+            Action::WriteGradients(unit) => self.write_gradients(unit),
         }
     }
 
@@ -320,18 +376,18 @@ impl Run<'_> {
                 },
             );
             self.traffic += one.traffic;
-            self.sent_bytes += one.traffic.sent_bytes(one.element_bytes);
+            self.sent_bytes = self.sent_bytes.saturating_add(one.traffic.sent_bytes(one.element_bytes));
         }
         let row = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };
         for (class, &start_s) in begun.iter().enumerate() {
             let clock = &mut self.clocks[class];
             let end_s = if moves.is_empty() { clock.now } else { clock.free[stream as usize] };
-            self.arrived[waited as usize][unit * begun.len() + class] = end_s;
             if !moves.is_empty() {
                 clock.communicated += end_s - start_s;
-                if self.traced.iter().any(|(traced, _)| *traced == class) {
-                    self.under_way.push(UnderWay { class, waited, unit, row, kind, start_s, end_s });
-                }
+            }
+            self.set_arrived(waited, unit, class, end_s);
+            if !moves.is_empty() && self.is_traced(class) {
+                self.under_way.push(UnderWay { class, waited, unit, row, kind, start_s, end_s });
             }
         }
         self.num_updates += (self.clocks.len() * (1 + moves.len())) as u64;
@@ -343,6 +399,24 @@ impl Run<'_> {
         for group in classes.groups(scope) {
             let last = group.iter().map(|&class| come(&clocks[class])).fold(0.0, f64::max);
             group.iter().for_each(|&class| go_on(&mut clocks[class], last + seconds));
+        }
+    }
+
+    pub(super) fn set_arrived(&mut self, waited: Waited, unit: UnitIndex, class: usize, end_s: f64) {
+        self.arrived[waited as usize][unit * self.clocks.len() + class] = end_s;
+    }
+
+    pub(super) fn is_traced(&self, class: usize) -> bool {
+        self.traced.iter().any(|(traced, _)| *traced == class)
+    }
+
+    /// As [`Run::wait`], for what lies below memory.
+    pub(super) fn wait_tier(&mut self, waited: Waited, unit: UnitIndex) {
+        let before: Vec<f64> = self.clocks.iter().map(|clock| clock.waited).collect();
+        self.wait(waited, unit);
+        for (clock, before) in self.clocks.iter_mut().zip(before) {
+            clock.tier_waited += clock.waited - before;
+            clock.waited = before;
         }
     }
 
@@ -361,6 +435,7 @@ impl Run<'_> {
     }
 
     fn norm(&mut self) {
+        self.look_at_gradients();
         let norm = self.workload.norm;
         let before: Vec<f64> = self.clocks.iter().map(|clock| clock.now).collect();
         self.meet(norm.scope, |clock| clock.now, norm.seconds, |clock, end| clock.now = end);

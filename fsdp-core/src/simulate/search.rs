@@ -121,8 +121,8 @@ pub fn sensitivity(job: &Job, stage: Stage) -> Vec<Variation> {
     jobs.push(("twice the latency".into(), with_link(2.0, 1.0)));
     let variation = |(what, job): (String, Job)| {
         let report = once(&job, stage);
-        let tokens = job.num_tokens * (job.num_micro_batches * job.mesh.world_size()) as u64;
-        Variation { what, tokens_per_s: tokens as f64 / report.step_s, report }
+        let ranks = job.num_micro_batches as f64 * job.mesh.world_size() as f64;
+        Variation { what, tokens_per_s: job.num_tokens as f64 * ranks / report.step_s, report }
     };
     jobs.into_iter().map(variation).collect()
 }

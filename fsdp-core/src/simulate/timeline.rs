@@ -5,11 +5,14 @@ use std::time::{Duration, Instant};
 use crate::simulate::{SimReport, Workload};
 use crate::{Span, Trace, TraceStream};
 
+/// What a trace shows at most, in seconds: three hundred years, which clocks can still count.
+const LONGEST_S: f64 = 1e10;
+
 /// The spans of the traced ranks, for Perfetto or a browser's tracing page; [`Trace::write`] makes the file.
 pub fn timeline(workload: &Workload, report: &SimReport) -> Trace {
     let origin = Instant::now();
     let trace = Trace::beginning_at(origin);
-    let at = |seconds: f64| origin + Duration::from_secs_f64(seconds.max(0.0));
+    let at = |seconds: f64| origin + Duration::from_secs_f64(seconds.clamp(0.0, LONGEST_S));
     for span in &report.spans {
         let unit = span.unit.map(|unit| &workload.units[unit]);
         trace.add(Span {

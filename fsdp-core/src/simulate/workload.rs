@@ -2,7 +2,7 @@
 
 use crate::simulate::program::{StepRules, Uses};
 use crate::simulate::ranks::Scope;
-use crate::{Mesh, StepTraffic, UnitTraits};
+use crate::{Mesh, StepTraffic, UnitTiers, UnitTraits};
 
 /// One collective.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -15,6 +15,30 @@ pub struct Move {
     pub traffic: StepTraffic,
     /// Bytes of an element on the way.
     pub element_bytes: u64,
+}
+
+/// What lies in one tier, and how long moving it takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Placed {
+    /// Bytes of one rank.
+    pub bytes: u64,
+    /// Seconds to read them.
+    pub read_s: f64,
+    /// Seconds to write them.
+    pub write_s: f64,
+}
+
+/// What of a unit lies below memory: in host memory, and on disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TierWork {
+    /// Blocks of parameters.
+    pub blocks: [Placed; 2],
+    /// Those of them that a step changes.
+    pub stepped_blocks: [Placed; 2],
+    /// Reduced gradients.
+    pub gradients: [Placed; 2],
+    /// Optimizer state.
+    pub state: [Placed; 2],
 }
 
 /// One unit.
@@ -49,6 +73,10 @@ pub struct Workload {
     pub uses: Uses,
     /// What the schedule knows of each unit.
     pub traits: Vec<UnitTraits>,
+    /// What it knows of each unit's tiers.
+    pub tiers: Vec<UnitTiers>,
+    /// What lies there of each unit.
+    pub tier_work: Vec<TierWork>,
     /// What each unit costs.
     pub units: Vec<UnitWork>,
     /// The agreement on the gradients' norm.

@@ -110,7 +110,7 @@ fn a_transformer_has_activations_that_recomputation_takes_away() {
     let again = json(&[&base[..], &["--recompute"]].concat());
     let of = |plan: &Value, what: &str| plan["stages"][3]["memory"][what].as_u64().unwrap();
     assert_eq!(plain["parameters"], 163_037_184);
-    assert!(of(&again, "activation_bytes") * 3 < of(&plain, "activation_bytes"));
+    assert!(of(&again, "activation_bytes") * 2 < of(&plain, "activation_bytes"));
     assert!(of(&again, "peak_bytes") < of(&plain, "peak_bytes"));
     let compute = |plan: &Value| plan["stages"][3]["step"]["compute_s"].as_f64().unwrap();
     assert!(compute(&again) > 1.2 * compute(&plain), "a third more in the blocks");
@@ -124,6 +124,23 @@ fn the_page_is_one_file_with_a_bar_for_each_stage_and_nothing_from_elsewhere() {
         ["plan", "--layers", "6", "--width", "512", "--gpus", "8", "--html", page.to_str().unwrap()].map(str::to_owned);
     printed(&arguments.each_ref().map(String::as_str));
     let page = fs::read_to_string(page).unwrap();
+    check_page(&page, 4 * 4 + 1 + 3);
+    assert!(!page.contains("passing through") && !page.contains(">tier<"));
+
+    // With offload, a row of what moves, and what passes through memory.
+    let file = dir.path().join("offload.html");
+    let offload = ["--offload", "optimizer=nvme", "--html", file.to_str().unwrap()].map(str::to_owned);
+    let arguments = [&arguments[..7], &offload].concat();
+    printed(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+    let page = fs::read_to_string(file).unwrap();
+    // The optimizer's state is gone from all stages, and passes through all of them.
+    check_page(&page, 4 * 4 + 1 + 3);
+    assert_eq!(page.matches(">tier</text>").count(), 4);
+    assert!(page.contains("passing through") && page.contains("<title>read blocks.3: ") && page.contains("on disk"));
+}
+
+/// What holds for every page; `num_parts` are the pieces of all bars.
+fn check_page(page: &str, num_parts: usize) {
     for needs_network in ["http:", "https:", "src=", "href=", "@import", "url(", "<script"] {
         assert!(!page.contains(needs_network), "the page has `{needs_network}`");
     }
@@ -135,9 +152,8 @@ fn the_page_is_one_file_with_a_bar_for_each_stage_and_nothing_from_elsewhere() {
     }
     assert_eq!(page.matches("<svg ").count(), 5, "the bars, and a timeline for each stage");
     assert_eq!(page.matches("class=\"device\"").count(), 1);
-    let parts = page.matches("class=\"part\"").count();
     // Parameters, optimizer state, gradients and activations at all stages; gathered units at one, reduced ones at three.
-    assert_eq!(parts, 4 * 4 + 1 + 3);
+    assert_eq!(page.matches("class=\"part\"").count(), num_parts);
     // Nothing begins left of its row, or ends right of the picture.
     let numbers = |name: &str, line: &str| -> f64 {
         line.split(&format!(" {name}=\"")).nth(1).unwrap().split('"').next().unwrap().parse().unwrap()
@@ -233,10 +249,104 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     let text = printed(&["bench", "--ranks", "2", "--max-size", "256KiB", "--repetitions", "2", "--out", profile]);
     assert!(text.contains("all-gather ") && text.contains("memory, copied by all ranks at once: "), "{text}");
     let plan = ["plan", "--layers", "2", "--width", "64", "--sequence", "64", "--gpus", "2", "--profile", profile];
-    assert!(refused(&plan).starts_with("with --profile, the speed of a rank is not known; add --pass-s with "));
+    assert!(refused(&plan).starts_with("with --profile, the speed of a rank is not known; measure it with "));
     let measured = printed(&[&plan[..], &["--pass-s", "0.05", "--optimizer-s", "0.002"]].concat());
     assert!(measured.contains("measured 2 ranks") && measured.contains("50.00 ms a micro-batch"), "{measured}");
     assert!(measured.contains("the size of a device is not given"), "{measured}");
+    let offload = ["--offload", "optimizer=nvme", "--pass-s", "0.05", "--optimizer-s", "0.002"];
+    assert!(
+        refused(&[&plan[..], &offload].concat()).starts_with("the profile has no disk, and something is offloaded")
+    );
+
+    // With the disk and the step of one rank in it, nothing else is needed.
+    let report = dir.path().join("run.json");
+    let parameters = 2 * (12 * 64 * 64 + 13 * 64) + (2 * 50257 + 64 + 2) * 64;
+    let text = format!(
+        r#"{{"config": {{"world_size": 1, "training": {{"gradient_accumulation": 1}}}}, "num_parameters": {parameters},
+        "tokens_per_step": 128, "step": {{"computing_s": 0.5, "optimizer_s": 0.1}}}}"#
+    );
+    fs::write(&report, text).unwrap();
+    let (report, disk) = (report.to_str().unwrap(), dir.path().to_str().unwrap());
+    let more = ["--nvme-path", disk, "--report", report];
+    let bench = ["bench", "--ranks", "2", "--max-size", "256KiB", "--repetitions", "2", "--out", profile];
+    let text = printed(&[&bench[..], &more].concat());
+    assert!(
+        text.contains("disk, used by all ranks at once: ") && text.contains("step of one rank: 400.00 ms"),
+        "{text}"
+    );
+    let text = printed(&[&plan[..], &["--offload", "optimizer=nvme"]].concat());
+    assert!(text.contains("\none rank   200.00 ms a micro-batch of 64 tokens and 100.00 ms a step, "), "{text}");
+    assert!(text.contains("\noffload    optimizer on disk\n") && text.contains("for each rank, as measured"), "{text}");
+    let other = refused(&["plan", "--params", "1e6", "--gpus", "2", "--profile", profile]);
+    assert!(
+        other.starts_with(
+            "the step in the profile is of a model with 6,537,088 parameters, and this one has 1,000,000; "
+        ),
+        "{other}"
+    );
+}
+
+#[test]
+fn offload_is_part_of_the_plan_memory_traffic_and_time() {
+    let base = ["plan", "--params", "70e9", "--gpus", "8", "--precision", "bf16"];
+    let offload = [&base[..], &["--offload", "optimizer=nvme,gradients=cpu"]].concat();
+    let text = printed(&offload);
+    assert!(text.contains("\noffload    optimizer on disk, gradients in host memory\n"), "{text}");
+    assert!(
+        text.contains("host       63.0 GB/s each way: pcie5 (") && text.contains(", shared by 8 ranks: pm9a3 ("),
+        "{text}"
+    );
+    // 12 bytes of each of 70e9 / 8 parameters on disk, 2 in host memory with the buffers for what moves.
+    assert_eq!(column(&text, "stage", "disk")[3], "97.8");
+    assert_eq!(column(&text, "stage", "host")[3], "16.3");
+    let step = text.split("\nA step\n\n").nth(1).unwrap();
+    assert!(step.starts_with("stage") && step.contains("moved") && step.contains("waits"), "{step}");
+
+    let json = |arguments: &[&str]| json(&[arguments, &["--json"]].concat());
+    let (with, without) = (json(&offload), json(&base));
+    let of = |plan: &Value, path: &str| plan["stages"][3].pointer(path).unwrap().as_f64().unwrap();
+    let rank = 70e9 / 8.0;
+    assert_eq!(of(&with, "/memory/optimizer_bytes"), 0.0);
+    assert_eq!(of(&with, "/memory/nvme_bytes"), 12.0 * rank);
+    assert!(of(&with, "/memory/peak_bytes") < 0.5 * of(&without, "/memory/peak_bytes"));
+    assert_eq!(of(&with, "/step/moved/nvme/read_bytes"), 12.0 * rank);
+    assert_eq!(of(&with, "/step/moved/nvme/written_bytes"), 12.0 * rank);
+    // A gradient is written, looked at for the norm, and read for the step.
+    assert_eq!(of(&with, "/step/moved/host/written_bytes"), 2.0 * rank);
+    assert_eq!(of(&with, "/step/moved/host/read_bytes"), 4.0 * rank);
+    let seconds = 12.0 * rank * 8.0 * (1.0 / 6.5e9 + 1.0 / 3.5e9);
+    assert!(of(&with, "/step/step_s") > seconds, "eight ranks share a disk");
+    assert!((of(&with, "/step/tier_wait_s") / of(&with, "/step/step_s") - 1.0).abs() < 0.2);
+    let faster = json(&[&offload[..], &["--nvme", "9100pro", "--nvme-disks", "8"]].concat());
+    assert!(of(&faster, "/step/step_s") < 0.2 * of(&with, "/step/step_s"));
+    // Fewer devices are enough.
+    assert!(of(&with, "/min_ranks") < of(&without, "/min_ranks"));
+    // What is said on the command line and in a configuration is the same.
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("run.toml");
+    let offload = "[offload]\noptimizer = \"nvme\"\ngradients = \"cpu\"\nnvme_path = \"/nvme/run\"\n";
+    fs::write(&file, format!("world_size = 8\n[precision]\nparameters = \"bf16\"\n{offload}")).unwrap();
+    assert_eq!(json(&["plan", "--params", "70e9", "--config", file.to_str().unwrap()]), with);
+    assert!(
+        refused(&["plan", "--params", "1e9", "--gpus", "2", "--offload", "optimizer=nvme", "--nvme", "floppy"])
+            .starts_with("--nvme: `floppy` is not known; take one of pm9a3, 990pro, 9100pro, or --nvme-read "),
+    );
+}
+
+#[test]
+fn a_simulation_with_offload_shows_reads_and_writes_and_tunes() {
+    let dir = tempfile::tempdir().unwrap();
+    let trace = dir.path().join("trace.json");
+    let base = ["simulate", "--params", "30e9", "--gpus", "16", "--precision", "bf16", "--offload", "optimizer=nvme"];
+    let text = printed(&[&base[..], &["--trace", trace.to_str().unwrap()]].concat());
+    assert!(text.contains("\nmoves         ") && text.contains(" to disk\nwaits         "), "{text}");
+    let trace = fs::read_to_string(trace).unwrap();
+    assert!(trace.contains("\"read units.3\"") && trace.contains("\"write units.3\""));
+    let tuned = printed(&[&base[..], &["--stage", "2", "--tune", "--offload", "parameters=cpu"]].concat());
+    let (_, config) = tuned.split_once("As a configuration:\n\n").unwrap();
+    let config = Config::from_toml(config, "printed").unwrap();
+    assert_eq!(config.offload.optimizer, fsdp_core::TierShares::NVME);
+    assert_eq!(config.offload.parameters, fsdp_core::TierShares::DEVICE, "stage 2 has no blocks of parameters");
 }
 
 #[test]
@@ -337,6 +447,20 @@ fn what_the_book_shows_of_the_command_is_what_it_prints() {
     assert_shown(
         "fsdp-plan-gpt.txt",
         &["plan", "--layers", "24", "--width", "1024", "--batch", "4", "--gpus", "8", "--precision", "bf16"],
+    );
+    assert_shown(
+        "fsdp-plan-offload.txt",
+        &[
+            "plan",
+            "--params",
+            "70e9",
+            "--gpus",
+            "8",
+            "--precision",
+            "bf16",
+            "--offload",
+            "optimizer=nvme,gradients=cpu",
+        ],
     );
     assert_shown(
         "fsdp-simulate.txt",

@@ -22,7 +22,7 @@ fn threads_keep_every_promise() {
 
 #[test]
 fn sockets_keep_every_promise() {
-    check_all(|world_size, timeout| sockets::connect(world_size, timeout));
+    check_all(sockets::connect);
 }
 
 #[test]

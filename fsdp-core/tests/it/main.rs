@@ -13,6 +13,8 @@ mod command;
 mod conformance;
 mod failure;
 mod fuzz;
+#[cfg(feature = "cli")]
+mod numbers;
 mod rendezvous;
 mod schedule;
 mod schedule_property;

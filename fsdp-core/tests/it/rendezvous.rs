@@ -1,5 +1,7 @@
 //! What comes to the port of a rendezvous and is no rank of the run has no effect on it.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;

@@ -1,6 +1,8 @@
 //! The schedule: which actions it answers with, in which order, and that no sequence of calls breaks it.
 
-use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
+use fsdp_core::Action::{
+    self, Free, Gather, Publish, Reduce, Regather, Reshard, Step, WaitGather, WaitPublish, WaitReduce,
+};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 
 const UNIT: UnitTraits = UnitTraits {
@@ -57,14 +59,19 @@ fn third_step(schedule: &mut Schedule, order: &[UnitIndex]) -> [Vec<Action>; 3] 
 
 #[test]
 fn each_state_takes_the_calls_of_the_diagram_and_refuses_the_others() {
-    use UnitState::{Gathered, Gathering, Sharded};
+    use UnitState::{Gathered, Gathering, Resharded, Sharded};
     type Call = fn(&mut UnitState) -> Result<(), fsdp_core::WrongOrder>;
-    let calls: [(&str, Call); 3] =
-        [("start a gather", UnitState::gather), ("finish a gather", UnitState::arrived), ("be freed", UnitState::free)];
+    let calls: [(&str, Call); 4] = [
+        ("start a gather", UnitState::gather),
+        ("finish a gather", UnitState::arrived),
+        ("be resharded", UnitState::reshard),
+        ("be freed", UnitState::free),
+    ];
     for (from, expected) in [
-        (Sharded, [Some(Gathering), None, None]),
-        (Gathering, [None, Some(Gathered), Some(Sharded)]),
-        (Gathered, [None, None, Some(Sharded)]),
+        (Sharded, [Some(Gathering), None, None, None]),
+        (Gathering, [None, Some(Gathered), None, Some(Sharded)]),
+        (Gathered, [None, None, Some(Resharded), Some(Sharded)]),
+        (Resharded, [Some(Gathering), None, None, Some(Sharded)]),
     ] {
         for ((name, call), expected) in calls.iter().zip(expected) {
             let mut state = from;
@@ -107,6 +114,40 @@ fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
         ]
     );
     assert_eq!(step, [Step(2), Step(1), WaitReduce(0), Step(0)]);
+}
+
+#[test]
+fn what_forward_leaves_is_resharded_and_gathered_again_in_backward_at_the_places_of_the_usual_actions() {
+    for depth in 0..4 {
+        let [forward, backward, step] = third_step(&mut schedule(&[UNIT; 4], depth), &[0, 1, 2, 3]);
+        let reshard = |action| if let Free(unit) = action { Reshard(unit) } else { action };
+        let regather = |action| if let Gather(unit) = action { Regather(unit) } else { action };
+        let expected = [
+            forward.into_iter().map(reshard).collect::<Vec<_>>(),
+            backward.into_iter().map(regather).collect::<Vec<_>>(),
+            step,
+        ];
+        let mut resharding = schedule(&[UNIT; 4], depth);
+        resharding.set_reshards(true);
+        assert_eq!(third_step(&mut resharding, &[0, 1, 2, 3]), expected, "depth {depth}");
+    }
+}
+
+#[test]
+fn an_evaluation_before_backward_leaves_what_is_resharded_and_an_abandoned_forward_drops_it() {
+    let mut schedule = schedule(&[UNIT; 3], 0);
+    schedule.set_reshards(true);
+    forward(&mut schedule, &[0, 1, 2]);
+    assert_eq!(
+        [0, 1, 2].map(|unit| schedule.state(unit)),
+        [UnitState::Resharded, UnitState::Resharded, UnitState::Gathered]
+    );
+    // It gathers from the smaller group as well; what it has used is freed.
+    assert_eq!(schedule.evaluate(0), [Free(2), Regather(0), WaitGather(0)]);
+    assert_eq!(schedule.evaluate(2), [Free(0), Gather(2), WaitGather(2)]);
+    assert_eq!(schedule.state(1), UnitState::Resharded);
+    assert_eq!(schedule.forget_gathered(), [Free(1), Free(2)]);
+    assert_eq!([0, 1, 2].map(|unit| schedule.state(unit)), [UnitState::Sharded; 3]);
 }
 
 #[test]

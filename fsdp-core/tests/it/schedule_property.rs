@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use fsdp_core::Action::{self, Free, Gather, Publish, Reduce, Step, WaitGather, WaitPublish, WaitReduce};
+use fsdp_core::Action::{
+    self, Free, Gather, Publish, Reduce, Regather, Reshard, Step, WaitGather, WaitPublish, WaitReduce,
+};
 use fsdp_core::{PrefetchDepth, Schedule, Stage, UnitIndex, UnitState, UnitTraits};
 use proptest::prelude::*;
 
@@ -39,6 +41,7 @@ fn any_call() -> impl Strategy<Value = Call> {
 struct Checker {
     gathered: [bool; NUM_UNITS],
     under_way: [bool; NUM_UNITS],
+    resharded: [bool; NUM_UNITS],
     reducing: [bool; NUM_UNITS],
     publishing: [bool; NUM_UNITS],
     in_backward: bool,
@@ -58,7 +61,16 @@ impl Checker {
         for action in actions {
             match action {
                 Gather(unit) => {
-                    assert!(!self.gathered[unit] && !self.under_way[unit], "{unit} is gathered twice");
+                    let is_here = self.gathered[unit] || self.under_way[unit] || self.resharded[unit];
+                    assert!(!is_here, "{unit} is gathered twice");
+                    self.under_way[unit] = true;
+                }
+                Reshard(unit) => {
+                    assert!(std::mem::take(&mut self.gathered[unit]), "{unit} is resharded before it is gathered");
+                    self.resharded[unit] = true;
+                }
+                Regather(unit) => {
+                    assert!(std::mem::take(&mut self.resharded[unit]), "{unit} is gathered again from nothing");
                     self.under_way[unit] = true;
                 }
                 WaitGather(unit) => {
@@ -66,8 +78,9 @@ impl Checker {
                     self.gathered[unit] = true;
                 }
                 Free(unit) => {
-                    assert!(self.gathered[unit] || self.under_way[unit], "{unit} is freed twice");
-                    (self.gathered[unit], self.under_way[unit]) = (false, false);
+                    let is_here = self.gathered[unit] || self.under_way[unit] || self.resharded[unit];
+                    assert!(is_here, "{unit} is freed twice");
+                    (self.gathered[unit], self.under_way[unit], self.resharded[unit]) = (false, false, false);
                 }
                 Reduce(unit) => {
                     assert!(!self.reducing[unit], "{unit} is reduced twice at once");
@@ -103,7 +116,7 @@ impl Checker {
     }
 
     fn assert_sharded(&self) {
-        assert_eq!((self.gathered, self.under_way), ([false; NUM_UNITS], [false; NUM_UNITS]));
+        assert_eq!([self.gathered, self.under_way, self.resharded], [[false; NUM_UNITS]; 3]);
     }
 }
 
@@ -115,7 +128,7 @@ proptest! {
         (forward, backward) in (0..4usize, 0..4usize),
         max_bytes in proptest::option::of(1..500usize),
         first_uses in Just((0..NUM_UNITS).collect::<Vec<_>>()).prop_shuffle(),
-        stage in 0..4usize,
+        (stage, reshards) in (0..4usize, any::<bool>()),
         num_following in 0..NUM_UNITS,
     ) {
         let stage = Stage::ALL[stage];
@@ -127,6 +140,7 @@ proptest! {
         let first = units[0];
         units[1..=num_following].fill(UnitTraits { follows: true, ..first });
         let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
+        schedule.set_reshards(reshards);
         schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
         schedule.set_first_uses(first_uses);
         let mut checker = Checker { num_following, ..Checker::default() };
@@ -174,11 +188,13 @@ proptest! {
                 prop_assert!(checker.gathered[unit], "unit {} is not there after {:?}", unit, call);
             }
             for unit in 0..NUM_UNITS {
-                let expected = match (checker.gathered[unit], checker.under_way[unit]) {
-                    (true, _) => UnitState::Gathered,
-                    (_, true) => UnitState::Gathering,
+                let expected = match (checker.gathered[unit], checker.under_way[unit], checker.resharded[unit]) {
+                    (true, ..) => UnitState::Gathered,
+                    (_, true, _) => UnitState::Gathering,
+                    (.., true) => UnitState::Resharded,
                     _ => UnitState::Sharded,
                 };
+                prop_assert!(reshards || expected != UnitState::Resharded);
                 prop_assert_eq!(schedule.state(unit), expected);
             }
             match call {

@@ -4,9 +4,9 @@
 
 use fsdp_core::Action::{self, Free, Gather, Reduce, Step, WaitGather, WaitReduce};
 use fsdp_core::{
-    Accumulate, Axis, Instruction, Job, Link, Machine, Mesh, ModelShape, NamedLink, Network, PrefetchDepth, Program,
-    Recorded, Schedule, SimOptions, Speed, Stage, StepRules, TraceStream, Transformer, UnitTraits, Uses, simulate,
-    timeline,
+    Accumulate, Axis, Instruction, Job, Link, Machine, Mesh, ModelShape, NamedLink, Network, OffloadConfig,
+    PrefetchDepth, Program, Recorded, Schedule, SimOptions, Speed, Stage, StepRules, TierRate, TierRates, TierShares,
+    TraceStream, Transformer, UnitTiers, UnitTraits, Uses, simulate, timeline,
 };
 use proptest::prelude::*;
 
@@ -60,18 +60,29 @@ fn any_unit() -> impl Strategy<Value = UnitTraits> {
     )
 }
 
+fn any_tiers() -> impl Strategy<Value = UnitTiers> {
+    (any::<bool>(), any::<bool>(), any::<bool>()).prop_map(|(blocks, gradients, state)| UnitTiers {
+        blocks,
+        gradients,
+        state,
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// With each unit used once, and with uses that come again: the simulated actions are the schedule's own.
     #[test]
     fn the_simulated_actions_are_those_that_a_schedule_answers_an_engine_with(
-        units in proptest::collection::vec(any_unit(), 1..7),
+        (units, tiers) in proptest::collection::vec((any_unit(), any_tiers()), 1..7).prop_map(|both| -> (Vec<_>, Vec<_>) {
+            both.into_iter().unzip()
+        }),
+        has_tiers in any::<bool>(),
         stage in 0..4usize,
         (forward, backward) in (0..4usize, 0..4usize),
         max_bytes in proptest::option::of(1..1500usize),
         num_micro_batches in 1..4usize,
-        (is_local, needs_norm) in (any::<bool>(), any::<bool>()),
+        (is_local, needs_norm, reshards) in (any::<bool>(), any::<bool>(), any::<bool>()),
     ) {
         let rules = StepRules {
             stage: Stage::ALL[stage],
@@ -79,11 +90,15 @@ proptest! {
             num_micro_batches,
             accumulate: if is_local { Accumulate::Local } else { Accumulate::Reduced },
             needs_norm,
+            reshards,
         };
         let uses: Vec<usize> = (0..units.len()).collect();
         let mut schedule = Schedule::new(rules.stage, &units, rules.depth);
+        schedule.set_reshards(reshards);
+        let tiers = if has_tiers { tiers } else { vec![UnitTiers::default(); units.len()] };
+        schedule.set_tiers(&tiers);
         let steps: Vec<_> = (0..5).map(|_| engine_step(&mut schedule, &units, &rules, &uses)).collect();
-        let program = Program::steady(&rules, &units, &Uses::in_order(units.len()));
+        let program = Program::with_tiers(&rules, &units, &tiers, &Uses::in_order(units.len()));
         let simulated: Vec<_> = program.actions().collect();
         prop_assert_eq!(&simulated, &steps[2]);
         prop_assert_eq!(&simulated, &steps[4], "it is steady");
@@ -99,6 +114,7 @@ fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
         num_micro_batches: 1,
         accumulate: Accumulate::Reduced,
         needs_norm: true,
+        reshards: false,
     };
     let program = Program::steady(&rules, &[unit; 2], &Uses::in_order(2));
     let act = Instruction::Act;
@@ -260,4 +276,78 @@ fn a_copy_in_each_node_spares_what_is_slow_between_nodes() {
     let hybrid = Job { mesh, ..flat.clone() };
     let communicates = |job: &Job| simulate(&job.workload(Stage::Parameters), &SimOptions::default()).communication_s;
     assert!(communicates(&hybrid) < communicates(&flat));
+}
+
+/// Eight units on four ranks, everything on disks of so many bytes per second, nothing else taking time but computation.
+fn offloaded(bytes_per_s: f64) -> Job {
+    let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 });
+    let rate = TierRate { read_bytes_per_s: bytes_per_s, write_bytes_per_s: bytes_per_s };
+    let machine =
+        Machine { network: network.into(), speed: Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: 1e11 } };
+    let tiers = TierRates { host: None, nvme: Some(rate) };
+    let offload = OffloadConfig {
+        optimizer: TierShares::NVME,
+        gradients: TierShares::NVME,
+        parameters: TierShares::NVME,
+        ..OffloadConfig::default()
+    };
+    Job { offload, tiers, ..Job::new(ModelShape::even(8_000_000, 8), 4, machine) }
+}
+
+#[test]
+fn a_step_moves_what_lies_in_tiers_and_no_byte_more() {
+    let moved = |job: &Job, stage| {
+        let moved = simulate(&job.workload(stage), &SimOptions { num_steps: 2, ..SimOptions::default() }).moved;
+        assert_eq!(moved.host, Default::default());
+        (moved.nvme.read_bytes, moved.nvme.written_bytes)
+    };
+    // A rank has a quarter, of 2,000,000 parameters: 4 bytes of each in blocks and in gradients, 8 in state.
+    let (block, state) = (4 * 2_000_000, 8 * 2_000_000);
+    let job = Job { needs_norm: false, ..offloaded(1e9) };
+    // Blocks are read for each gather and for the step; a gather of the next forward takes the updated ones from memory. Of
+    // gradients those that are waited for in backward lie on the disk: all but those of the unit that is reduced last.
+    let unit = block / 8;
+    let (read, written) = moved(&job, Stage::Parameters);
+    assert_eq!(written, block + state + block - unit);
+    let gathers = 8 + 7 - 2; // once in forward, again in backward but for the last; two are gathered by the step
+    assert_eq!(read, gathers * unit + block + state + block - unit);
+    // With a norm, every gradient is written, and read once more.
+    let with_norm = Job { needs_norm: true, ..job.clone() };
+    let (more_read, more_written) = moved(&with_norm, Stage::Parameters);
+    assert_eq!((more_read - read, more_written - written), (block + unit, unit));
+    // Below stage 3 there are no blocks of parameters.
+    assert_eq!(moved(&job, Stage::Gradients), (state + block - unit, state + block - unit));
+}
+
+#[test]
+fn a_fast_disk_is_hidden_and_a_slow_one_is_waited_for() {
+    let report = |bytes_per_s: f64| {
+        simulate(
+            &offloaded(bytes_per_s).workload(Stage::Parameters),
+            &SimOptions { num_steps: 3, ..SimOptions::default() },
+        )
+    };
+    let (fast, slow) = (report(1e12), report(1e8));
+    assert!(fast.tier_wait_s < 0.02 * fast.step_s, "{fast:?}");
+    // One queue for all that is moved.
+    let moves_s = slow.moved.total_bytes() as f64 / 1e8;
+    assert!((slow.step_s / moves_s - 1.0).abs() < 0.05, "{} s of {moves_s} s of moving", slow.step_s);
+    let sum = slow.compute_s + slow.exposed_s + slow.tier_wait_s;
+    assert!((slow.step_s / sum - 1.0).abs() < 1e-9, "computing and waiting are all of a step");
+    assert_eq!(fast.moved, slow.moved);
+}
+
+#[test]
+fn a_trace_with_offload_is_replayed_in_its_own_order() {
+    for stage in Stage::ALL {
+        let job = offloaded(1e9);
+        let recorded = recorded(&job, stage);
+        let workload = recorded.workload(&job, stage, 3, 1).unwrap();
+        let report = simulate(&workload, &SimOptions { traced: vec![0], ..SimOptions::default() });
+        for stream in TraceStream::ALL {
+            let order = recorded.order(3, 1, stream).unwrap();
+            assert_eq!(report.order(&workload, 0, stream), order, "{stage}, {}", stream.name());
+        }
+        assert!(!recorded.order(3, 1, TraceStream::Tier).unwrap().is_empty());
+    }
 }

@@ -1,5 +1,7 @@
 //! Ranks that are threads here, and talk as processes do: control channels and communicators over loopback.
 
+#![allow(clippy::unwrap_used, reason = "all of this is a test, its helpers too")]
+
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};

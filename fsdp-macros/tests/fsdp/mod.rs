@@ -84,6 +84,14 @@ impl FieldRule {
         self.with(&format!("precision={name}"))
     }
 
+    pub fn reduce(self, name: &str) -> Self {
+        self.with(&format!("reduce={name}"))
+    }
+
+    pub fn output(self, name: &str) -> Self {
+        self.with(&format!("output={name}"))
+    }
+
     pub fn offload(self, tier: &str) -> Self {
         self.with(&format!("offload={tier}"))
     }

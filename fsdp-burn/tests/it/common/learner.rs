@@ -8,11 +8,11 @@ use burn::data::dataloader::{DataLoader, DataLoaderBuilder, DataLoaderIterator, 
 use burn::data::dataset::{DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNorm as BurnBatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::activation::tanh;
-use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn::train::logger::{EvaluationProgressLogger, InMemoryMetricLogger, MetricLogger, TrainingProgressLogger};
 use burn::train::metric::store::{EpochSummary, MetricsUpdate, Split};
 use burn::train::metric::{AccuracyMetric, LearningRateMetric, LossMetric, MetricDefinition, MetricId, NumericEntry};
@@ -23,7 +23,7 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Learner, LearnerModel, SupervisedTraining, TrainOutput, TrainStep,
 };
 use fsdp_burn::nn::BatchNorm;
-use fsdp_burn::{Config, Error, FsdpStrategy, Sharded};
+use fsdp_burn::{Config, Error, FsdpStrategy, Sharded, cast_input, cast_output, scale_loss};
 
 use super::run::{Optimizer, SEED, Weights, plain_weights, seeded};
 
@@ -77,13 +77,9 @@ pub(crate) struct Classifier {
 
 impl Classifier {
     pub(crate) fn classify(&self, samples: Samples) -> ClassificationOutput {
-        self.classify_in(FloatDType::F32, samples)
-    }
-
-    /// With weights of another type.
-    fn classify_in(&self, dtype: FloatDType, samples: Samples) -> ClassificationOutput {
-        let x = self.hidden.iter().fold(samples.x.cast(dtype), |x, layer| tanh(layer.forward(x)));
-        let logits = self.output.forward(x).cast(FloatDType::F32);
+        let x = cast_input(&self.hidden[0].weight, samples.x);
+        let x = self.hidden.iter().fold(x, |x, layer| tanh(layer.forward(x)));
+        let logits = cast_output(&self.output.weight, self.output.forward(x));
         let loss =
             CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), samples.classes.clone());
         ClassificationOutput::new(loss, logits, samples.classes)
@@ -122,7 +118,7 @@ impl InferenceStep for Classifier {
     }
 }
 
-/// [`Classifier`] for weights in bf16.
+/// [`Classifier`] whose loss may be scaled.
 #[derive(Module, Debug, Sharded)]
 pub(crate) struct HalfClassifier {
     #[shard(nested)]
@@ -140,8 +136,8 @@ impl TrainStep for HalfClassifier {
     type Output = ClassificationOutput;
 
     fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
-        let output = self.inner.classify_in(FloatDType::BF16, samples);
-        TrainOutput::new(self, output.loss.backward(), output)
+        let output = self.inner.classify(samples);
+        TrainOutput::new(self, scale_loss(output.loss.clone()).backward(), output)
     }
 }
 
@@ -150,47 +146,58 @@ impl InferenceStep for HalfClassifier {
     type Output = ClassificationOutput;
 
     fn step(&self, samples: Samples) -> ClassificationOutput {
-        self.inner.classify_in(FloatDType::BF16, samples)
+        self.inner.classify(samples)
     }
 }
 
-/// [`Classifier`] behind a batch normalisation over the batches of all ranks.
-#[derive(Module, Debug, Sharded)]
-pub(crate) struct NormedClassifier {
-    norm: BatchNorm,
-    #[shard(nested)]
-    inner: Classifier,
+/// Gives a [`Classifier`] behind a batch normalisation.
+macro_rules! normed {
+    ($($(#[$doc:meta])* $name:ident: $norm:ty;)+) => {$(
+        $(#[$doc])*
+        #[derive(Module, Debug, Sharded)]
+        pub(crate) struct $name {
+            norm: $norm,
+            #[shard(nested)]
+            inner: Classifier,
+        }
+
+        impl Classify for $name {
+            fn build(device: &Device) -> Self {
+                Self { norm: BatchNormConfig::new(WIDTH).init(device).into(), inner: Classifier::build(device) }
+            }
+        }
+
+        impl $name {
+            fn classify(&self, samples: Samples) -> ClassificationOutput {
+                self.inner.classify(Samples { x: self.norm.forward(samples.x), ..samples })
+            }
+        }
+
+        impl TrainStep for $name {
+            type Input = Samples;
+            type Output = ClassificationOutput;
+
+            fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
+                let output = self.classify(samples);
+                TrainOutput::new(self, output.loss.backward(), output)
+            }
+        }
+
+        impl InferenceStep for $name {
+            type Input = Samples;
+            type Output = ClassificationOutput;
+
+            fn step(&self, samples: Samples) -> ClassificationOutput {
+                self.classify(samples)
+            }
+        }
+    )+};
 }
-
-impl Classify for NormedClassifier {
-    fn build(device: &Device) -> Self {
-        Self { norm: BatchNormConfig::new(WIDTH).init(device).into(), inner: Classifier::build(device) }
-    }
-}
-
-impl NormedClassifier {
-    fn classify(&self, samples: Samples) -> ClassificationOutput {
-        self.inner.classify(Samples { x: self.norm.forward(samples.x), ..samples })
-    }
-}
-
-impl TrainStep for NormedClassifier {
-    type Input = Samples;
-    type Output = ClassificationOutput;
-
-    fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
-        let output = self.classify(samples);
-        TrainOutput::new(self, output.loss.backward(), output)
-    }
-}
-
-impl InferenceStep for NormedClassifier {
-    type Input = Samples;
-    type Output = ClassificationOutput;
-
-    fn step(&self, samples: Samples) -> ClassificationOutput {
-        self.classify(samples)
-    }
+normed! {
+    /// Over the batches of all ranks.
+    NormedClassifier: BatchNorm;
+    /// Each rank over its own batches.
+    BurnNormedClassifier: BurnBatchNorm;
 }
 
 /// A training: data, sizes, and where its checkpoints are.

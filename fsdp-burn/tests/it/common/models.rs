@@ -14,7 +14,7 @@ use burn::tensor::activation::{gelu, relu};
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
-use fsdp_burn::{Sharded, recompute};
+use fsdp_burn::{Sharded, cast_input, cast_output, recompute};
 
 use super::run::BATCH;
 
@@ -491,9 +491,10 @@ impl Trial for JointlyNormed {
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
-        let x = self.input.forward(rows(batch + 1, samples.clone(), 7, device));
+        let x = self.input.forward(cast_input(&self.input.weight, rows(batch + 1, samples.clone(), 7, device)));
         let x = recompute(&self.block, x, |block, x| block.linear.forward(gelu(block.norm.forward(x))));
-        distance(self.output.forward(gelu(self.outer.forward(x))), batch, samples, device)
+        let y = self.output.forward(gelu(self.outer.forward(x)));
+        distance(cast_output(&self.output.weight, y), batch, samples, device)
     }
 }
 

@@ -7,7 +7,7 @@ use burn::grad_clipping::{GradientClipping, GradientClippingConfig};
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
 use burn::optim::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
-use burn::tensor::{Device, Gradients, Tensor};
+use burn::tensor::{DType, Device, Gradients, Tensor};
 use fsdp_burn::{Config, Error, FusedAdamW, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch};
 
 use super::models::Trial;
@@ -118,7 +118,7 @@ impl Tolerance {
 
 /// Samples of the whole batch, divisible by every world size that is tested.
 pub(crate) const BATCH: usize = 120;
-pub(crate) const STEPS: usize = 5;
+pub(crate) const STEPS: usize = 20;
 pub(crate) const SEED: u64 = 7;
 
 /// A stage on a number of ranks, and a time limit that a broken test reaches soon.
@@ -325,6 +325,8 @@ impl ModuleVisitor for Reader {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.weights.push((self.path.join("."), param.val().into_data().try_to_vec::<f32>().unwrap()));
+        // Of a sharded model in half precision, what is whole on every rank is rounded.
+        let data = param.val().into_data().convert_dtype(DType::F32);
+        self.weights.push((self.path.join("."), data.try_to_vec::<f32>().unwrap()));
     }
 }

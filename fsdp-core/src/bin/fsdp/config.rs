@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::Args;
 use fsdp_core::{Config, ConfigKey, Fate, Translated, config_keys};
 
-use crate::number::parse_positive;
+use crate::number::{MOST_RANKS, up_to};
 use crate::words;
 
 /// Check a configuration and print it with every default; or translate a DeepSpeed file
@@ -21,7 +21,7 @@ pub(crate) struct ConfigCommand {
     #[arg(long, value_name = "DS_CONFIG.JSON", group = "what")]
     from_deepspeed: Option<PathBuf>,
     /// Number of ranks, which a DeepSpeed file does not hold
-    #[arg(long, value_name = "N", value_parser = parse_positive, requires = "from_deepspeed")]
+    #[arg(long, value_name = "N", value_parser = up_to(MOST_RANKS), requires = "from_deepspeed")]
     gpus: Option<usize>,
     /// Fail where a DeepSpeed file asks for what is not there
     #[arg(long, requires = "from_deepspeed")]
@@ -105,7 +105,7 @@ fn listed(translated: &Translated) -> String {
             Fate::Set => "# Translated:\n",
         };
         for item in items {
-            text += &format!("#   {} = {}: {}\n", item.key, item.value, item.told);
+            text += &format!("#   {item}\n");
         }
     }
     text

@@ -5,13 +5,15 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fsdp_core::{
-    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, Mesh, NamedLink, Network, Profile, Speed,
+    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, MeasuredStep, Mesh, NamedLink, Network, Profile,
+    Speed, Stage, grouped,
 };
 
-use crate::model::ModelArgs;
-use crate::number::{parse_above_zero, parse_not_negative, parse_positive, parse_share};
+use crate::model::{Model, ModelArgs};
+use crate::number::{MOST, MOST_RANKS, between, up_to};
+use crate::rate::{rate, seconds};
 use crate::size::parse_size;
-use crate::table::{rate, seconds};
+use crate::tiers::TierArgs;
 
 #[derive(Args)]
 #[command(next_help_heading = "Ranks and machine")]
@@ -20,13 +22,13 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Number of ranks, one on each GPU, in place of the configuration's
-    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", value_parser = up_to(MOST_RANKS))]
     gpus: Option<usize>,
     /// Copies of the model, each cut over the other ranks, in place of the configuration's mesh
-    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", value_parser = up_to(MOST_RANKS))]
     replicate: Option<usize>,
     /// GPUs of one node
-    #[arg(long, value_name = "N", default_value = "8", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = up_to(MOST))]
     gpus_per_node: usize,
     /// Device: H100, H200, A100 or 4090 [default: H100, unless --profile is given]
     #[arg(long, value_name = "NAME")]
@@ -41,36 +43,38 @@ pub(crate) struct MachineArgs {
     #[arg(long, value_name = "NAME", default_value = "ib-ndr")]
     node_link: String,
     /// Latency α in a node, in microseconds, in place of the link's
-    #[arg(long, value_name = "US", value_parser = parse_not_negative)]
+    #[arg(long, value_name = "US", value_parser = between(0.0, 1e9))]
     alpha_us: Option<f64>,
     /// Bandwidth 1/β in a node, in GB/s, in place of the link's
-    #[arg(long, value_name = "GBS", value_parser = parse_above_zero)]
+    #[arg(long, value_name = "GBS", value_parser = between(1e-9, 1e9))]
     bandwidth: Option<f64>,
     /// Latency α between nodes, in microseconds
-    #[arg(long, value_name = "US", value_parser = parse_not_negative)]
+    #[arg(long, value_name = "US", value_parser = between(0.0, 1e9))]
     node_alpha_us: Option<f64>,
     /// Bandwidth 1/β between nodes, in GB/s for each GPU
-    #[arg(long, value_name = "GBS", value_parser = parse_above_zero)]
+    #[arg(long, value_name = "GBS", value_parser = between(1e-9, 1e9))]
     node_bandwidth: Option<f64>,
     /// Share of the device's arithmetic that is reached
-    #[arg(long, value_name = "SHARE", default_value = "0.4", value_parser = parse_share)]
+    #[arg(long, value_name = "SHARE", default_value = "0.4", value_parser = between(1e-6, 1.0))]
     mfu: f64,
     /// Floating-point operations per second that are reached, in place of device and share
-    #[arg(long, value_name = "RATE", value_parser = parse_above_zero)]
+    #[arg(long, value_name = "RATE", value_parser = between(1.0, 1e24))]
     flops: Option<f64>,
     /// Profile of this machine, as `fsdp bench --out` writes it, in place of links
     #[arg(long, value_name = "FILE", conflicts_with_all = ["link", "alpha_us", "bandwidth"])]
     profile: Option<PathBuf>,
     /// Measured seconds of one micro-batch on one rank, forward and backward, in place of rates
-    #[arg(long, value_name = "S", value_parser = parse_above_zero, requires = "optimizer_s")]
+    #[arg(long, value_name = "S", value_parser = between(1e-9, 1e9), requires = "optimizer_s")]
     pass_s: Option<f64>,
     /// Measured seconds of the optimizer's step on one rank
-    #[arg(long, value_name = "S", value_parser = parse_not_negative, requires = "pass_s")]
+    #[arg(long, value_name = "S", value_parser = between(0.0, 1e9), requires = "pass_s")]
     optimizer_s: Option<f64>,
+    #[command(flatten)]
+    tiers: TierArgs,
 }
 
 /// Lines of the report: a word and what it is.
-type Told = Vec<(&'static str, String)>;
+pub(crate) type Told = Vec<(&'static str, String)>;
 
 /// The job on its machine, and what is said of it in the report.
 pub(crate) struct Setting {
@@ -87,12 +91,16 @@ impl MachineArgs {
             config.precision.parameters = precision.dtype();
         }
         let model = model.model(&config)?;
+        check_work(&config, model.shape.units.len())?;
         let mesh = config.resolved_mesh();
         let device = self.device()?;
-        let (network, network_told) = self.network(device)?;
-        let (speed, speed_told) = self.speed(device, config.precision.parameters)?;
+        let profile = self.profile.as_deref().map(Profile::read).transpose()?;
+        let (network, network_told) = self.network(device, profile.as_ref())?;
+        let (speed, speed_told) = self.speed(device, profile.as_ref(), config.precision.parameters, &model)?;
+        let num_users = config.world_size.min(self.gpus_per_node) as u64;
+        let (tiers, tiers_told) = self.tiers.rates(&config, device, profile.as_ref(), num_users)?;
         let memory = self.device_memory.or(device.map(|device| device.memory_bytes));
-        let params = crate::table::grouped(model.shape.parameter_len());
+        let params = grouped(model.shape.parameter_len());
         let mut told = vec![
             ("model", format!("{params} parameters: {}", model.told)),
             ("training", model.training.clone()),
@@ -100,15 +108,18 @@ impl MachineArgs {
         ];
         told.extend(network_told);
         told.extend(speed_told);
+        told.extend(tiers_told);
         let micro_batches = config.training.gradient_accumulation;
         let depths = (config.prefetch.forward, config.prefetch.backward);
         told.push(("settings", format!("prefetch {} and {}, {micro_batches} micro-batches", depths.0, depths.1)));
         let machine = Machine { network, speed };
         let job = Job {
+            tiers,
             optimizer: model.optimizer,
             num_tokens: model.num_tokens,
             recompute: model.recompute,
-            activation_bytes: model.activation_bytes,
+            activation_bytes: model.activations.map(|activations| activations.begin_bytes),
+            last_unit_bytes: model.activations.map_or(0, |activations| activations.last_bytes),
             // Profiles are of ranks that are threads of one process.
             ranks_per_process: if self.profile.is_some() { config.world_size as u64 } else { 1 },
             ..Job::configured(model.shape, &config, machine)
@@ -134,7 +145,13 @@ impl MachineArgs {
             }
             config.mesh = Some(Mesh::new([(Axis::Replicate, copies), (Axis::Shard, ranks / copies)])?);
         }
-        config.validate()?;
+        self.tiers.place(&mut config);
+        if config.world_size > MOST_RANKS {
+            let most = grouped(MOST_RANKS as u64);
+            return Err(format!("`world_size` is {}; at most {most} ranks are simulated", config.world_size).into());
+        }
+        // A plan looks at all stages, and offloads parameters where there are blocks of them.
+        Config { stage: Stage::Parameters, ..config.clone() }.validate()?;
         Ok(config)
     }
 
@@ -154,9 +171,12 @@ impl MachineArgs {
         }
     }
 
-    fn network(&self, device: Option<Device>) -> Result<(Collectives, Told), Box<dyn Error>> {
-        if let Some(file) = &self.profile {
-            let profile = Profile::read(file)?;
+    fn network(
+        &self,
+        device: Option<Device>,
+        profile: Option<&Profile>,
+    ) -> Result<(Collectives, Told), Box<dyn Error>> {
+        if let Some((file, profile)) = self.profile.as_ref().zip(profile) {
             let Link { alpha_s, beta_s_per_byte } = profile.collectives.all_gather;
             let told = format!(
                 "gathers of {} + {}, as {} measured {} ranks",
@@ -191,24 +211,37 @@ impl MachineArgs {
         Ok((network.into(), lines))
     }
 
-    fn speed(&self, device: Option<Device>, precision: Dtype) -> Result<(Speed, Told), Box<dyn Error>> {
+    fn speed(
+        &self,
+        device: Option<Device>,
+        profile: Option<&Profile>,
+        precision: Dtype,
+        model: &Model,
+    ) -> Result<(Speed, Told), Box<dyn Error>> {
         if let (Some(pass_s), Some(optimizer_s)) = (self.pass_s, self.optimizer_s) {
             let told = format!("{} a micro-batch and {} a step, measured", seconds(pass_s), seconds(optimizer_s));
             return Ok((Speed::Measured { pass_s, optimizer_s }, vec![("one rank", told)]));
+        }
+        // A device or a rate that is given counts more than what a profile has measured.
+        let is_given = self.flops.is_some() || self.device.is_some();
+        if let Some(step) = profile.and_then(|profile| profile.step.as_ref()).filter(|_| !is_given) {
+            return step_of(step, model);
         }
         let peak = |device: Device| if precision.size_bytes() == 2 { device.flops_16 } else { device.flops_32 };
         let flops_per_s = match (self.flops, device) {
             (Some(flops), _) => flops,
             (None, Some(device)) => self.mfu * peak(device),
             (None, None) => {
-                return Err("with --profile, the speed of a rank is not known; add --pass-s with --optimizer-s, or \
-                            --flops, or --device"
-                    .into());
+                return Err(
+                    "with --profile, the speed of a rank is not known; measure it with `fsdp bench --report`, or add \
+                            --pass-s with --optimizer-s, or --flops, or --device"
+                        .into(),
+                );
             }
         };
-        let memory_bytes_per_s = match (&self.profile, device) {
+        let memory_bytes_per_s = match (profile, device) {
             (_, Some(device)) => device.memory_bytes_per_s,
-            (Some(file), None) => Profile::read(file)?.memory_bytes_per_s,
+            (Some(profile), None) => profile.memory_bytes_per_s,
             (None, None) => f64::INFINITY,
         };
         let mut told = Vec::new();
@@ -223,6 +256,46 @@ impl MachineArgs {
         told.push(("computes", format!("{}{share}", rate(flops_per_s, "FLOP"))));
         Ok((Speed::Rate { flops_per_s, memory_bytes_per_s }, told))
     }
+}
+
+/// A step that was measured, for as many tokens as the model is given.
+fn step_of(step: &MeasuredStep, model: &Model) -> Result<(Speed, Told), Box<dyn Error>> {
+    let len = model.shape.parameter_len();
+    if step.parameter_len != len {
+        return Err(format!(
+            "the step in the profile is of a model with {} parameters, and this one has {}; measure this one with `fsdp bench \
+             --report`, or give --pass-s with --optimizer-s",
+            grouped(step.parameter_len),
+            grouped(len)
+        )
+        .into());
+    }
+    let pass_s = step.pass_s * model.num_tokens as f64 / step.num_tokens as f64;
+    let told = format!(
+        "{} a micro-batch of {} tokens and {} a step, as the profile has measured",
+        seconds(pass_s),
+        grouped(model.num_tokens),
+        seconds(step.optimizer_s)
+    );
+    Ok((Speed::Measured { pass_s, optimizer_s: step.optimizer_s }, vec![("one rank", told)]))
+}
+
+/// Refuses what would take hours: the schedule looks at all units whenever one is used.
+fn check_work(config: &Config, num_units: usize) -> Result<(), Box<dyn Error>> {
+    const MOST_WORK: usize = 200_000_000;
+    let micro_batches = config.training.gradient_accumulation;
+    let work = num_units.max(1000).saturating_mul(num_units).saturating_mul(micro_batches);
+    if work > MOST_WORK {
+        let most = (MOST_WORK / num_units.max(1000) / num_units.max(1)).max(1);
+        return Err(format!(
+            "{} micro-batches of {} units are too many to simulate; set `training.gradient_accumulation` to at most {most}, or \
+             put more into a unit",
+            grouped(micro_batches as u64),
+            grouped(num_units as u64)
+        )
+        .into());
+    }
+    Ok(())
 }
 
 fn named(option: &str, name: &str) -> Result<NamedLink, Box<dyn Error>> {

@@ -12,10 +12,11 @@ mod model;
 mod number;
 mod page;
 mod plan;
+mod rate;
 mod shell;
 mod simulate;
 mod size;
-mod table;
+mod tiers;
 mod words;
 
 use std::process::ExitCode;

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use fsdp_core::{ComputePrecision, Config, Dtype, ModelShape, OptimizerKind, Transformer};
+use fsdp_core::{Activations, ComputePrecision, Config, Dtype, MOST_ELEMENTS, ModelShape, OptimizerKind, Transformer};
 
-use crate::number::{parse_count, parse_positive};
+use crate::number::{MOST, MOST_UNITS, parse_count, up_to};
 use crate::size::parse_size;
 
 #[derive(Args)]
@@ -15,28 +15,28 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "COUNT", value_parser = parse_count, group = "model")]
     params: Option<u64>,
     /// Units of equal size that --params are in
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    units: u32,
+    #[arg(long, value_name = "N", default_value = "32", value_parser = up_to(MOST_UNITS))]
+    units: usize,
     /// Shape file, as `ModelShape::of(model.plan()).write(path)` writes it
     #[arg(long, value_name = "FILE", group = "model")]
     shape: Option<PathBuf>,
     /// Blocks of a transformer
-    #[arg(long, value_name = "N", group = "model", requires = "width", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", group = "model", requires = "width", value_parser = up_to(MOST_UNITS))]
     layers: Option<usize>,
     /// Length of the vector of one position
-    #[arg(long, value_name = "N", requires = "layers", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", requires = "layers", value_parser = up_to(MOST))]
     width: Option<usize>,
     /// Attention heads; they divide the width [default: one for each 64 of the width]
-    #[arg(long, value_name = "N", requires = "layers", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", requires = "layers", value_parser = up_to(MOST))]
     heads: Option<usize>,
     /// Rows of the table of tokens
-    #[arg(long, value_name = "N", default_value = "50257", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value = "50257", value_parser = up_to(MOST))]
     vocabulary: usize,
     /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value = "2048", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value = "2048", value_parser = up_to(MOST))]
     sequence: usize,
     /// Sequences of a rank in one micro-batch
-    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(MOST))]
     batch: usize,
     /// Element type of parameters, gradients and activations; with 16 bits, float32 master weights [default: the
     /// configuration's, which is f32 unless it says otherwise]
@@ -76,7 +76,7 @@ pub(crate) struct Model {
     pub(crate) optimizer: OptimizerKind,
     pub(crate) num_tokens: u64,
     pub(crate) recompute: bool,
-    pub(crate) activation_bytes: Option<u64>,
+    pub(crate) activations: Option<Activations>,
     pub(crate) told: String,
     pub(crate) training: String,
 }
@@ -95,11 +95,6 @@ impl ModelArgs {
     /// The model with its training in the element type of the configuration.
     pub(crate) fn model(&self, config: &Config) -> Result<Model, Box<dyn std::error::Error>> {
         let (shape, transformer, told) = self.shape()?;
-        if let Some(key) = config.offload.nvme_key() {
-            eprintln!(
-                "`offload.{key}` is not part of the plan: what it puts on a disk is counted in memory, and its time is not"
-            );
-        }
         let (precision, precision_name) = match config.precision.parameters {
             Dtype::F32 | Dtype::F64 => (ComputePrecision::F32, "float32".to_owned()),
             half => (ComputePrecision::Mixed16, format!("{half} with float32 master weights")),
@@ -109,14 +104,14 @@ impl ModelArgs {
             Optimizer::SgdMomentum => (OptimizerKind::SgdMomentum, "SGD with momentum"),
             Optimizer::Sgd => (OptimizerKind::Sgd, "SGD"),
         };
-        let known = transformer.map(|transformer| transformer.activation_bytes(self.batch, precision));
+        let known = transformer.map(|transformer| transformer.activations(self.batch, precision));
         let recompute = if self.recompute { ", blocks recomputed" } else { "" };
         Ok(Model {
             shape,
             optimizer,
             num_tokens: (self.batch * self.sequence) as u64,
             recompute: self.recompute,
-            activation_bytes: self.activations.or(known),
+            activations: self.activations.map(Activations::from).or(known),
             told,
             training: format!(
                 "{precision_name}, {optimizer_name}, {} x {} tokens on each rank{recompute}",
@@ -129,7 +124,7 @@ impl ModelArgs {
         if let Some(params) = self.params {
             let len = usize::try_from(params)?;
             let told = format!("{} equal units (--units)", self.units);
-            return Ok((ModelShape::even(len, self.units as usize), None, told));
+            return Ok((ModelShape::even(len, self.units), None, told));
         }
         if let Some(file) = &self.shape {
             let shape = ModelShape::read(file)?;
@@ -145,6 +140,15 @@ impl ModelArgs {
         }
         let (sequence, vocabulary, recompute) = (self.sequence, self.vocabulary, self.recompute);
         let transformer = Transformer { layers, width, heads, sequence, vocabulary, recompute };
+        let len = transformer.parameter_len();
+        if len > MOST_ELEMENTS {
+            return Err(format!(
+                "--layers {layers}, --width {width}, --vocabulary {vocabulary} and --sequence {sequence} make {len:.1e} \
+                 parameters; at most {:.1e} are counted, make one of them smaller",
+                MOST_ELEMENTS as f64
+            )
+            .into());
+        }
         let told = format!("a transformer of {layers} blocks, width {width}, {heads} heads, {vocabulary} tokens");
         Ok((transformer.shape(), Some(transformer), told))
     }

@@ -1,4 +1,7 @@
-//! Numbers as people write them: `7e9`, `7.5B`, `350M`.
+//! Numbers as people write them: `7e9`, `7.5B`, `350M`; and how large they may be, so that nothing that is computed with
+//! them overflows or never ends.
+
+use fsdp_core::{MOST_ELEMENTS, grouped};
 
 /// A whole positive number, with an exponent or one of the letters K, M, B and T.
 pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
@@ -13,33 +16,31 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
     };
     let value: f64 = number.replace('_', "").parse().map_err(|_| refusal())?;
     let value = value * factor;
-    // Beyond 2^53 not every whole number is a float, and no model is so large.
-    let is_count = value.fract() == 0.0 && (1.0..=9e15).contains(&value);
+    let is_count = value.fract() == 0.0 && (1.0..=MOST_ELEMENTS as f64).contains(&value);
     if is_count { Ok(value as u64) } else { Err(refusal()) }
 }
 
-/// A whole number of at least 1.
-pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
-    let number = text.parse().ok().filter(|number| (1..=1usize << 40).contains(number));
-    number.ok_or_else(|| format!("`{text}` must be a whole number of at least 1"))
+/// Ranks that a simulation holds in memory.
+pub(crate) const MOST_RANKS: usize = 1 << 20;
+/// Blocks, or units, of a model.
+pub(crate) const MOST_UNITS: usize = 4096;
+/// Any other size. Products of two are whole numbers still.
+pub(crate) const MOST: usize = 1 << 30;
+
+/// Reads a whole number from 1 to `most`.
+pub(crate) fn up_to(most: usize) -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.parse().ok().filter(|number| (1..=most).contains(number));
+        number.ok_or_else(|| format!("`{text}` must be a whole number from 1 to {}", grouped(most as u64)))
+    }
 }
 
-/// A finite number above 0.
-pub(crate) fn parse_above_zero(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
-    number.ok_or_else(|| format!("`{text}` must be a number above 0"))
-}
-
-/// A finite number of at least 0.
-pub(crate) fn parse_not_negative(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
-    number.ok_or_else(|| format!("`{text}` must be a number of at least 0"))
-}
-
-/// A share above 0, up to 1.
-pub(crate) fn parse_share(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| *number > 0.0 && *number <= 1.0);
-    number.ok_or_else(|| format!("`{text}` must be a share above 0, and at most 1"))
+/// Reads a number from `least` to `most`.
+pub(crate) fn between(least: f64, most: f64) -> impl Fn(&str) -> Result<f64, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.parse().ok().filter(|number| (least..=most).contains(number));
+        number.ok_or_else(|| format!("`{text}` must be a number from {least} to {most}"))
+    }
 }
 
 #[cfg(test)]
@@ -60,9 +61,15 @@ mod tests {
 
     #[test]
     fn ranges_are_checked() {
-        assert!(parse_positive("0").is_err() && parse_positive("8") == Ok(8));
-        assert!(parse_above_zero("0").is_err() && parse_above_zero("inf").is_err() && parse_above_zero("1e-3").is_ok());
-        assert!(parse_not_negative("-1").is_err() && parse_not_negative("0").is_ok());
-        assert!(parse_share("1.1").is_err() && parse_share("0").is_err() && parse_share("0.4").is_ok());
+        let count = up_to(1000);
+        assert_eq!([count("1"), count("1000")], [Ok(1), Ok(1000)]);
+        for text in ["0", "1001", "-1", "1e3", "", "99999999999999999999999"] {
+            assert_eq!(count(text).unwrap_err(), format!("`{text}` must be a whole number from 1 to 1,000"));
+        }
+        let share = between(0.001, 1.0);
+        assert_eq!([share("0.4"), share("1")], [Ok(0.4), Ok(1.0)]);
+        for text in ["0", "1.1", "inf", "nan", "x"] {
+            assert_eq!(share(text).unwrap_err(), format!("`{text}` must be a number from 0.001 to 1"));
+        }
     }
 }

@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-use fsdp_core::{Forecast, SpanKind, StageForecast, TraceStream, human_bytes};
+use fsdp_core::{Forecast, SpanKind, StageForecast, TraceStream, grouped, human_bytes};
 
 use crate::machine::Setting;
-use crate::plan::{sentence, tokens_per_s};
-use crate::table::{grouped, seconds};
+use crate::plan::{is_offloading, sentence, tokens_per_s};
+use crate::rate::seconds;
 
 /// Pixels of the pictures.
 const WIDTH: f64 = 960.0;
@@ -28,17 +28,18 @@ margin-right: 0.4em; vertical-align: -0.1em; }
 ";
 
 /// What memory holds, with a colour each.
-const PARTS: [(&str, &str); 6] = [
+const PARTS: [(&str, &str); 7] = [
     ("parameters", "#3b7dd8"),
     ("optimizer state", "#7a55c7"),
     ("gradients", "#d8843b"),
     ("gathered units", "#3ba68c"),
     ("being reduced", "#c9a227"),
     ("activations", "#c25b78"),
+    ("passing through", "#6f8f2f"),
 ];
 
 /// What time is spent on, with a colour each.
-const KINDS: [(SpanKind, &str); 7] = [
+const KINDS: [(SpanKind, &str); 9] = [
     (SpanKind::Forward, "#3b7dd8"),
     (SpanKind::Backward, "#7a55c7"),
     (SpanKind::Step, "#5f6b7a"),
@@ -46,6 +47,8 @@ const KINDS: [(SpanKind, &str); 7] = [
     (SpanKind::Reduce, "#d8843b"),
     (SpanKind::Publish, "#c9a227"),
     (SpanKind::Wait, "#d6455d"),
+    (SpanKind::Read, "#6f8f2f"),
+    (SpanKind::Write, "#a86f32"),
 ];
 
 pub(crate) fn html(setting: &Setting, forecast: &Forecast) -> String {
@@ -61,13 +64,16 @@ pub(crate) fn html(setting: &Setting, forecast: &Forecast) -> String {
         page += &format!("<tr><td>{word}</td><td>{}</td></tr>\n", escaped(told));
     }
     page += "</table></div>\n<h2>Memory of a rank</h2>\n";
-    page += &keys(PARTS.iter().map(|&(name, colour)| (name, colour)));
+    let offloads = is_offloading(forecast);
+    let parts = PARTS.iter().filter(|(name, _)| offloads || *name != "passing through");
+    page += &keys(parts.map(|&(name, colour)| (name, colour)));
     page += &bars(forecast);
     if setting.job.activation_bytes.is_none() {
         page += "<p>Activations are not known, and left out.</p>\n";
     }
     page += "<h2>A step of rank 0</h2>\n";
-    page += &keys(KINDS.iter().map(|&(kind, colour)| (kind.name(), colour)));
+    let kinds = KINDS.iter().filter(|(kind, _)| offloads || !matches!(kind, SpanKind::Read | SpanKind::Write));
+    page += &keys(kinds.map(|&(kind, colour)| (kind.name(), colour)));
     page += &timelines(setting, forecast);
     page += &numbers(setting, forecast);
     page + "</body>\n</html>\n"
@@ -92,6 +98,7 @@ fn bars(forecast: &Forecast) -> String {
             held.gathered_bytes,
             held.in_flight_bytes,
             held.activation_bytes.unwrap_or(0),
+            held.tier_bytes,
         ]
     };
     let sums = forecast.stages.iter().map(|of| parts(of).iter().sum::<u64>());
@@ -127,8 +134,11 @@ fn bars(forecast: &Forecast) -> String {
            when activations are gone, so the peak in the table below is less than the bar.</p>\n"
 }
 
-/// Three rows for each stage: computation, gathers, reductions, on one scale of time.
+/// Rows for each stage: computation, gathers, reductions, and tiers where there are any, on one scale of time.
 fn timelines(setting: &Setting, forecast: &Forecast) -> String {
+    let has_row = |stream: &TraceStream| *stream != TraceStream::Tier || is_offloading(forecast);
+    let rows: Vec<TraceStream> = TraceStream::ALL.into_iter().filter(has_row).collect();
+    let height = 22 * rows.len();
     let longest = forecast.stages.iter().map(|of| of.report.step_s).fold(f64::MIN_POSITIVE, f64::max) * 1.01;
     let pixels = |seconds: f64| seconds / longest * (WIDTH - LEFT);
     let mut text = String::new();
@@ -137,13 +147,13 @@ fn timelines(setting: &Setting, forecast: &Forecast) -> String {
         let _ = writeln!(
             text,
             "<p>Stage {}: {} a step, of which {} the rank stands still.</p>\n\
-             <svg viewBox=\"0 0 {WIDTH} 66\" role=\"img\" aria-label=\"a step at stage {}\">",
+             <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"a step at stage {}\">",
             of.stage.number(),
             seconds(step_s),
             seconds(of.report.exposed_s),
             of.stage.number()
         );
-        for (row, stream) in TraceStream::ALL.into_iter().enumerate() {
+        for (row, &stream) in rows.iter().enumerate() {
             let y = 22 * row;
             let _ = writeln!(text, "<text x=\"0\" y=\"{}\">{}</text>", y + 14, stream.name());
             for span in of.report.spans.iter().filter(|span| span.stream == stream && span.end_s > 0.0) {
@@ -171,12 +181,17 @@ fn timelines(setting: &Setting, forecast: &Forecast) -> String {
 
 fn numbers(setting: &Setting, forecast: &Forecast) -> String {
     let mut text = "<h2>The numbers</h2>\n<div class=\"scroll\"><table>\n<tr>".to_owned();
-    for head in ["stage", "state", "peak", "fits", "N_min", "sent", "computes", "exposed", "step", "tokens/s"] {
+    let offloads = is_offloading(forecast);
+    let mut heads = vec!["stage", "state", "peak", "fits", "N_min", "sent", "computes", "exposed", "step", "tokens/s"];
+    if offloads {
+        heads.extend(["in host memory", "on disk", "moved", "waits for it"]);
+    }
+    for head in heads {
         let _ = write!(text, "<th>{head}</th>");
     }
     text += "</tr>\n";
     for of in &forecast.stages {
-        let cells = [
+        let mut cells = vec![
             of.stage.number().to_string(),
             human_bytes(of.memory.state_bytes()),
             human_bytes(of.memory.peak_or_known_bytes()),
@@ -188,7 +203,12 @@ fn numbers(setting: &Setting, forecast: &Forecast) -> String {
             seconds(of.report.step_s),
             grouped(tokens_per_s(setting, of) as u64),
         ];
-        let _ = writeln!(text, "<tr>{}</tr>", cells.map(|cell| format!("<td>{cell}</td>")).concat());
+        if offloads {
+            cells.extend([of.tiers.host, of.tiers.nvme, of.report.moved.total_bytes()].map(human_bytes));
+            cells.push(seconds(of.report.tier_wait_s));
+        }
+        let cells: String = cells.iter().map(|cell| format!("<td>{cell}</td>")).collect();
+        let _ = writeln!(text, "<tr>{cells}</tr>");
     }
     text + "</table></div>\n"
 }

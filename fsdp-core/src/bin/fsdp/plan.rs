@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fsdp_core::{ComputePrecision, Forecast, StageForecast, human_bytes};
+use fsdp_core::{ComputePrecision, Forecast, Moved, SimReport, StageForecast, Table, TierBytes, grouped, human_bytes};
 use serde_json::json;
 
 use crate::machine::{MachineArgs, Setting};
 use crate::model::ModelArgs;
 use crate::page;
-use crate::table::{Table, grouped, seconds};
+use crate::rate::seconds;
 
 /// Show what each stage needs and takes, and which to take
 ///
@@ -74,7 +74,9 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
     }
     let peaks = forecast.stages.iter().map(|of| of.memory.peak_or_known_bytes());
     let (unit, size) = sizer(peaks.max().unwrap_or(0), decimal);
-    let mut memory = Table::new(&[
+    // Columns of what lies elsewhere are there where anything does.
+    let offloads = is_offloading(forecast);
+    let mut header = vec![
         "stage",
         "parameters",
         "gradients",
@@ -86,11 +88,16 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
         "peak",
         "fits",
         "N_min",
-    ]);
+    ];
+    if offloads {
+        header.splice(8..8, ["passing"]);
+        header.extend(["host", "disk"]);
+    }
+    let mut memory = Table::new(header);
     for of in &forecast.stages {
         let held = of.memory;
         let fits = of.fits.map_or("?", |fits| if fits { "yes" } else { "no" });
-        memory.row([
+        let mut cells = vec![
             of.stage.number().to_string(),
             size(held.parameter_bytes),
             size(held.gradient_bytes),
@@ -102,17 +109,26 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
             size(held.peak_or_known_bytes()),
             fits.to_owned(),
             of.min_ranks.map_or("-".into(), |ranks| ranks.to_string()),
-        ]);
+        ];
+        if offloads {
+            cells.splice(8..8, [size(held.tier_bytes)]);
+            cells.extend([of.tiers.host, of.tiers.nvme].map(&size));
+        }
+        memory.row(cells);
     }
     text += &format!("\nMemory of a rank, {unit}");
     if let Some(bytes) = forecast.device_bytes {
         text += &format!("; a device has {}", size(bytes));
     }
     text += &format!("\n\n{memory}\nA step\n\n");
-    let mut step = Table::new(&["stage", "sent", "messages", "computes", "exposed", "hidden", "step", "tokens/s"]);
+    let mut header = vec!["stage", "sent", "messages", "computes", "exposed", "hidden", "step", "tokens/s"];
+    if offloads {
+        header.splice(6..6, ["moved", "waits"]);
+    }
+    let mut step = Table::new(header);
     for of in &forecast.stages {
         let hidden = of.report.overlap().map_or("-".into(), |share| format!("{:.0}%", 100.0 * share));
-        step.row([
+        let mut cells = vec![
             of.stage.number().to_string(),
             human(of.report.sent_bytes, decimal),
             grouped(of.report.traffic.num_messages),
@@ -121,7 +137,12 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
             hidden,
             seconds(of.report.step_s),
             grouped(tokens_per_s(setting, of) as u64),
-        ]);
+        ];
+        if offloads {
+            let moved = human(of.report.moved.total_bytes(), decimal);
+            cells.splice(6..6, [moved, seconds(of.report.tier_wait_s)]);
+        }
+        step.row(cells);
     }
     text += &step.to_string();
     text += &format!("\n{}\n", sentence(&forecast.advice.to_string()));
@@ -129,6 +150,17 @@ fn text(setting: &Setting, forecast: &Forecast, decimal: bool) -> String {
         text += "Activations are not known, and not in the peak; give --activations SIZE, or --layers and --width.\n";
     }
     text
+}
+
+/// Whether anything lies below the devices' memory.
+pub(crate) fn is_offloading(forecast: &Forecast) -> bool {
+    forecast.stages.iter().any(|of| of.tiers != TierBytes::default())
+}
+
+/// What goes to and from each place in a step.
+pub(crate) fn moved_json(report: &SimReport) -> serde_json::Value {
+    let part = |moved: Moved| json!({ "read_bytes": moved.read_bytes, "written_bytes": moved.written_bytes });
+    json!({ "host": part(report.moved.host), "nvme": part(report.moved.nvme) })
 }
 
 fn human(bytes: u64, decimal: bool) -> String {
@@ -148,8 +180,8 @@ pub(crate) fn sentence(text: &str) -> String {
 
 pub(crate) fn tokens_per_s(setting: &Setting, of: &StageForecast) -> f64 {
     let job = &setting.job;
-    let tokens = job.num_tokens * (job.num_micro_batches * job.mesh.world_size()) as u64;
-    tokens as f64 / of.report.step_s
+    let ranks = job.num_micro_batches as f64 * job.mesh.world_size() as f64;
+    job.num_tokens as f64 * ranks / of.report.step_s
 }
 
 fn as_json(setting: &Setting, forecast: &Forecast) -> serde_json::Value {
@@ -165,7 +197,10 @@ fn as_json(setting: &Setting, forecast: &Forecast) -> serde_json::Value {
                 "gathered_bytes": of.memory.gathered_bytes,
                 "reducing_bytes": of.memory.in_flight_bytes,
                 "activation_bytes": of.memory.activation_bytes,
+                "tier_bytes": of.memory.tier_bytes,
                 "peak_bytes": of.memory.peak_or_known_bytes(),
+                "host_bytes": of.tiers.host,
+                "nvme_bytes": of.tiers.nvme,
             },
             "fits": of.fits,
             "min_ranks": of.min_ranks,
@@ -178,6 +213,8 @@ fn as_json(setting: &Setting, forecast: &Forecast) -> serde_json::Value {
                 "exposed_s": of.report.exposed_s,
                 "communication_s": of.report.communication_s,
                 "overlap": of.report.overlap(),
+                "tier_wait_s": of.report.tier_wait_s,
+                "moved": moved_json(&of.report),
                 "tokens_per_s": tokens_per_s(setting, of),
             },
         })

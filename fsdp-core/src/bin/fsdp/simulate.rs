@@ -6,16 +6,16 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fsdp_core::{
-    Config, Job, Recorded, Search, SearchLimits, SimOptions, SimReport, SpanKind, Stage, TraceStream, human_bytes,
-    sensitivity, simulate, timeline,
+    Config, Job, Moved, Recorded, Search, SearchLimits, SimOptions, SimReport, SpanKind, Stage, Table, TierShares,
+    TraceStream, grouped, human_bytes, sensitivity, simulate, timeline,
 };
 use serde_json::json;
 
 use crate::machine::{MachineArgs, Setting};
 use crate::model::ModelArgs;
-use crate::number::{parse_not_negative, parse_positive};
+use crate::number::{MOST, between, up_to};
 use crate::plan::sentence;
-use crate::table::{Table, grouped, seconds};
+use crate::rate::seconds;
 
 /// Run a step in a simulator, and find what makes it faster
 ///
@@ -31,14 +31,14 @@ pub(crate) struct Simulate {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Simulation")]
     stage: Option<u8>,
     /// Steps to simulate
-    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_positive, help_heading = "Simulation")]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(MOST), help_heading = "Simulation")]
     steps: usize,
     /// Ranks that compute slower, with the factor of their times, such as 3:1.5
     #[arg(long, value_name = "RANK:FACTOR", value_parser = parse_straggler, value_delimiter = ',',
           help_heading = "Simulation")]
     straggler: Vec<(usize, f64)>,
     /// Spread of computation times: each is multiplied with exp(jitter x normal)
-    #[arg(long, value_name = "SPREAD", default_value = "0", value_parser = parse_not_negative,
+    #[arg(long, value_name = "SPREAD", default_value = "0", value_parser = between(0.0, 10.0),
           help_heading = "Simulation")]
     jitter: f64,
     /// Seed of the jitter
@@ -80,8 +80,12 @@ pub(crate) struct Simulate {
 /// A rank and the factor of its times.
 fn parse_straggler(text: &str) -> Result<(usize, f64), String> {
     let parts = text.split_once(':').and_then(|(rank, factor)| Some((rank.parse().ok()?, factor.parse().ok()?)));
-    let good = parts.filter(|&(_, factor): &(usize, f64)| factor.is_finite() && factor > 0.0);
-    good.ok_or_else(|| format!("`{text}` is no straggler; write rank and factor, such as 3:1.5"))
+    let good = parts.filter(|(_, factor): &(usize, f64)| (1e-6..=1e6).contains(factor));
+    good.ok_or_else(|| {
+        format!(
+            "`{text}` is no straggler; write rank and factor, such as 3:1.5, with a factor from 0.000001 to 1000000"
+        )
+    })
 }
 
 impl Simulate {
@@ -107,6 +111,7 @@ impl Simulate {
             traced: if self.trace.is_some() { self.trace_ranks.clone() } else { Vec::new() },
         };
         let workload = setting.job.workload(stage);
+        self.check_work(&setting, workload.units.len())?;
         let report = simulate(&workload, &options);
         if let Some(file) = &self.trace {
             timeline(&workload, &report).write(file).map_err(|error| {
@@ -121,6 +126,24 @@ impl Simulate {
             print!("{}", self.text(&setting, stage, &report, search.as_ref()));
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Refuses what would take hours.
+    fn check_work(&self, setting: &Setting, num_units: usize) -> Result<(), String> {
+        const MOST_MOVES: usize = 300_000_000;
+        // Each rank has a clock of its own where none are alike.
+        let clocks = if self.jitter > 0.0 { setting.config.world_size } else { 1 + self.straggler.len() };
+        let micro_batches = setting.config.training.gradient_accumulation;
+        let of_step = clocks.saturating_mul(num_units).saturating_mul(micro_batches).saturating_mul(12);
+        if of_step.saturating_mul(self.steps + 1) > MOST_MOVES {
+            return Err(format!(
+                "{} steps move the clocks of {} ranks and {} units too often; give fewer --steps, or no --jitter",
+                grouped(self.steps as u64),
+                grouped(clocks as u64),
+                grouped(num_units as u64)
+            ));
+        }
+        Ok(())
     }
 
     fn text(&self, setting: &Setting, stage: Stage, report: &SimReport, search: Option<&Search>) -> String {
@@ -139,11 +162,15 @@ impl Simulate {
                 "sends",
                 format!("{} in {} messages", human_bytes(report.sent_bytes), grouped(report.traffic.num_messages)),
             ),
+            ("moves", moved(report)),
+            ("waits", format!("{} for what lies below memory", seconds(report.tier_wait_s))),
             ("gathered", format!("{} at most", human_bytes(report.peak_gathered_bytes))),
             ("tokens/s", grouped((tokens(&setting.job) as f64 / report.step_s) as u64)),
             ("simulated", told_classes(report, setting.config.world_size)),
         ];
-        lines.iter().for_each(|(word, told)| text += &format!("{word:<13} {told}\n"));
+        let moves = report.moved.total_bytes() > 0;
+        let lines = lines.iter().filter(|(word, _)| moves || !["moves", "waits"].contains(word));
+        lines.for_each(|(word, told)| text += &format!("{word:<13} {told}\n"));
         if self.sensitivity {
             text += &format!("\n{}", sensitivities(&setting.job, stage));
         }
@@ -179,6 +206,8 @@ impl Simulate {
             "communication_s": report.communication_s,
             "overlap": report.overlap(),
             "sent_bytes": report.sent_bytes,
+            "tier_wait_s": report.tier_wait_s,
+            "moved": crate::plan::moved_json(report),
             "peak_gathered_bytes": report.peak_gathered_bytes,
             "classes": report.num_classes,
             "updates": report.num_updates,
@@ -233,6 +262,17 @@ impl Simulate {
     }
 }
 
+/// What goes to and from host memory and disks in a step.
+fn moved(report: &SimReport) -> String {
+    let part = |name: &str, moved: Moved| {
+        let bytes = moved.read_bytes.saturating_add(moved.written_bytes);
+        let (read, written) = (human_bytes(moved.read_bytes), human_bytes(moved.written_bytes));
+        (bytes > 0).then(|| format!("{read} from and {written} to {name}"))
+    };
+    let parts = [part("host memory", report.moved.host), part("disk", report.moved.nvme)];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
 fn told_classes(report: &SimReport, world_size: usize) -> String {
     match report.num_classes {
         1 => format!("{} ranks, all alike", grouped(world_size as u64)),
@@ -241,11 +281,12 @@ fn told_classes(report: &SimReport, world_size: usize) -> String {
 }
 
 fn tokens(job: &Job) -> u64 {
-    job.num_tokens * (job.num_micro_batches * job.mesh.world_size()) as u64
+    let ranks = job.num_micro_batches.saturating_mul(job.mesh.world_size());
+    job.num_tokens.saturating_mul(ranks as u64)
 }
 
 fn sensitivities(job: &Job, stage: Stage) -> String {
-    let mut table = Table::new(&["what changes", "step", "exposed", "tokens/s", "difference"]);
+    let mut table = Table::new(["what changes", "step", "exposed", "tokens/s", "difference"]);
     let variations = sensitivity(job, stage);
     let given = variations.first().map_or(1.0, |given| given.tokens_per_s);
     for variation in &variations {
@@ -261,7 +302,7 @@ fn sensitivities(job: &Job, stage: Stage) -> String {
 }
 
 fn tuned(setting: &Setting, stage: Stage, search: &Search) -> String {
-    let mut table = Table::new(&["units in one", "prefetch", "step", "exposed", "peak", "fits"]);
+    let mut table = Table::new(["units in one", "prefetch", "step", "exposed", "peak", "fits"]);
     for tried in &search.tried {
         table.row([
             tried.group.to_string(),
@@ -276,6 +317,10 @@ fn tuned(setting: &Setting, stage: Stage, search: &Search) -> String {
         return format!("{table}\nNone of them fits; `fsdp plan` says what would.\n");
     };
     let mut config = Config { stage, ..setting.config.clone() };
+    if !stage.shards_parameters() {
+        // There are no blocks of parameters that could lie elsewhere.
+        config.offload.parameters = TierShares::DEVICE;
+    }
     if stage.shards_parameters() {
         (config.prefetch.forward, config.prefetch.backward) = (best.depth, best.depth);
     }
@@ -297,8 +342,8 @@ mod tests {
     #[test]
     fn stragglers_are_a_rank_and_a_factor() {
         assert_eq!(parse_straggler("3:1.5"), Ok((3, 1.5)));
-        for text in ["3", "3:", ":2", "3:0", "3:-1", "a:2", "3:inf"] {
-            assert!(parse_straggler(text).unwrap_err().ends_with("such as 3:1.5"), "{text}");
+        for text in ["3", "3:", ":2", "3:0", "3:-1", "a:2", "3:inf", "3:1e7"] {
+            assert!(parse_straggler(text).unwrap_err().contains("such as 3:1.5"), "{text}");
         }
     }
 }

@@ -14,8 +14,6 @@ pub(super) struct Batch {
     accumulation: Option<usize>,
 }
 
-const NO_OFFLOAD: &str = "offload is not translated: say it under [offload] in the configuration";
-
 fn set(told: impl Into<String>) -> Result<Told, ConfigError> {
     Ok((Fate::Set, told.into()))
 }
@@ -25,7 +23,7 @@ fn default_stays(why: &str) -> Result<Told, ConfigError> {
 }
 
 /// A whole number from `min`, also as `5e8`.
-fn whole(translator: &Translator, key: &str, value: &Value, min: usize) -> Result<usize, ConfigError> {
+pub(super) fn whole(translator: &Translator, key: &str, value: &Value, min: usize) -> Result<usize, ConfigError> {
     let expected = format!("a whole number of at least {min}, or \"auto\"");
     let Some(given) = number(value) else { return Err(translator.wrong_type(key, &expected, value)) };
     if given.fract() != 0.0 || given < min as f64 || given > 9e15 {
@@ -35,21 +33,26 @@ fn whole(translator: &Translator, key: &str, value: &Value, min: usize) -> Resul
     Ok(given as usize)
 }
 
-fn switch(translator: &Translator, key: &str, value: &Value) -> Result<bool, ConfigError> {
+pub(super) fn switch(translator: &Translator, key: &str, value: &Value) -> Result<bool, ConfigError> {
     match value {
         Value::Bool(is_on) => Ok(*is_on),
         other => Err(translator.wrong_type(key, "true, false or \"auto\"", other)),
     }
 }
 
-fn text<'a>(translator: &Translator, key: &str, value: &'a Value) -> Result<&'a str, ConfigError> {
+pub(super) fn text<'a>(translator: &Translator, key: &str, value: &'a Value) -> Result<&'a str, ConfigError> {
     match value {
         Value::Text(text) => Ok(text),
         other => Err(translator.wrong_type(key, "a text", other)),
     }
 }
 
-fn unknown_name(translator: &Translator, key: &str, got: &str, allowed: &'static [&'static str]) -> ConfigError {
+pub(super) fn unknown_name(
+    translator: &Translator,
+    key: &str,
+    got: &str,
+    allowed: &'static [&'static str],
+) -> ConfigError {
     let nearest = crate::config::nearest::nearest(got, allowed.iter().copied());
     ConfigError::UnknownName { at: translator.at(), key: key.to_owned(), got: got.to_owned(), nearest, allowed }
 }
@@ -218,40 +221,7 @@ pub(super) fn mics_shard_size(translator: &mut Translator, key: &str, value: &Va
     set("mesh: that many ranks along `shard`, the others along `replicate`")
 }
 
-pub(super) fn cpu_offload(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
-    offload(switch(translator, key, value)?)
-}
-
-pub(super) fn cpu_offload_params(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
-    offload(switch(translator, key, value)?)
-}
-
-const DEVICES: &[&str] = &["none", "cpu", "nvme"];
-
-pub(super) fn offload_optimizer(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
-    offload(offload_device(translator, key, value)? != "none")
-}
-
-pub(super) fn offload_param(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
-    offload(offload_device(translator, key, value)? != "none")
-}
-
-pub(super) fn nvme_path(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
-    text(translator, key, value)?;
-    default_stays("offload is not translated, so there is nothing to write there")
-}
-
-fn offload_device<'a>(translator: &Translator, key: &str, value: &'a Value) -> Result<&'a str, ConfigError> {
-    if matches!(value, Value::Other("null")) {
-        return Ok("none");
-    }
-    let name = text(translator, key, value)?;
-    if DEVICES.contains(&name) { Ok(name) } else { Err(unknown_name(translator, key, name, DEVICES)) }
-}
-
-fn offload(is_on: bool) -> Result<Told, ConfigError> {
-    if is_on { Ok((Fate::Missing, NO_OFFLOAD.to_owned())) } else { default_stays("it is switched off") }
-}
+pub(super) const DEVICES: &[&str] = &["none", "cpu", "nvme"];
 
 impl Translator<'_> {
     /// What only all keys together can say.
@@ -281,10 +251,16 @@ impl Translator<'_> {
             }
             (_, micro, steps) => (micro, steps.unwrap_or(1)),
         };
-        if self.out.config.precision.parameters != Dtype::F16 {
+        let precision = &self.out.config.precision;
+        let why = match (precision.parameters, precision.loss_scale) {
+            (Dtype::F16, Some(LossScale::Fixed(_))) => Some("the scale is fixed"),
+            (Dtype::F16, _) => None,
+            _ => Some("fp16 is not switched on"),
+        };
+        if let Some(why) = why {
             let is_scale = |item: &&mut TranslatedItem| item.key.starts_with("fp16.") && item.fate == Fate::Missing;
             for item in self.out.items.iter_mut().filter(is_scale) {
-                (item.fate, item.told) = (Fate::NotNeeded, "fp16 is not switched on".to_owned());
+                (item.fate, item.told) = (Fate::NotNeeded, why.to_owned());
             }
         }
         let is_open = num_ranks.is_none() && whole.is_some() && (micro.is_none() || self.batch.accumulation.is_none());
@@ -297,6 +273,7 @@ impl Translator<'_> {
                 _ => (Fate::Missing, "it needs the number of ranks, which the file does not hold; give it".to_owned()),
             };
         }
+        self.finish_offload();
         self.out.micro_batch_size = micro;
         let Config { world_size, training, prefetch, precision, .. } = &mut self.out.config;
         *world_size = ranks;

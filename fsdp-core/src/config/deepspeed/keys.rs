@@ -1,7 +1,6 @@
 //! DeepSpeed's keys, each with what becomes of it here.
 
-use super::Translator;
-use super::apply;
+use super::{Translator, apply, offload};
 use crate::config::ConfigError;
 use crate::config::tree::Value;
 
@@ -52,7 +51,9 @@ const BUCKET: &str = "a unit is a bucket: its size comes from the model's #[shar
 const OVERLAP: &str = "communication runs beside the computation always, with the same bits";
 const LOGS: &str = "what is logged is the program's matter (tracing, EngineStats, a trace)";
 const SAVES: &str = "checkpoints are sharded, and load on any number of ranks; `fsdp consolidate` makes plain files";
-const LOCALITY: &str = "offload is not translated; see `nvme_buffer_bytes` and `nvme_block_bytes` under [offload]";
+const PINNED: &str = "host memory is where the CPU backend computes: there is nothing to copy";
+const BUFFERS: &str = "a unit is the buffer: the next is read and the last written while one computes or steps";
+const ON_DEVICE: &str = "the device steps, also what lies elsewhere between steps";
 const SCALE: &str = "the dynamic scale begins with 65536, halves at once and doubles after 2000 good steps";
 const PERSIST: &str = "mark small fields #[shard(replicate)]; what no attribute names stays gathered as the root unit";
 
@@ -130,7 +131,10 @@ pub(super) static RULES: &[Rule] = &[
         "zero_optimization.mics_hierarchical_params_gather",
         Unless(is_off, "gathers are not split into one in a node and one between nodes"),
     ),
-    rule("zero_optimization.zero_hpz_partition_size", Unless(is_one, "there is no second copy in a node (ZeRO++)")),
+    rule(
+        "zero_optimization.zero_hpz_partition_size",
+        Unless(is_one, "say it as `reshard_after_forward` in the configuration (ZeRO++)"),
+    ),
     rule("zero_optimization.zero_quantized_weights", Unless(is_off, "gathers are not quantized (ZeRO++)")),
     rule("zero_optimization.zero_quantized_nontrainable_weights", Unless(is_off, "gathers are not quantized (ZeRO++)")),
     rule("zero_optimization.zero_quantized_gradients", Unless(is_off, "reductions are not quantized (ZeRO++)")),
@@ -140,30 +144,36 @@ pub(super) static RULES: &[Rule] = &[
     rule("zero_optimization.zenflow.*", Listed(Missing, "ZenFlow's delayed updates are not there")),
     rule("zero_optimization.leaf_module", Section(false)),
     rule("zero_optimization.leaf_module.*", Listed(Program, "mark the field #[shard(unit)]: all below it is one unit")),
-    rule("zero_optimization.cpu_offload", Set(apply::cpu_offload)),
-    rule("zero_optimization.cpu_offload_params", Set(apply::cpu_offload_params)),
-    rule("zero_optimization.cpu_offload_use_pin_memory", Listed(NotNeeded, LOCALITY)),
+    rule("zero_optimization.cpu_offload", Set(offload::cpu_offload)),
+    rule("zero_optimization.cpu_offload_params", Set(offload::cpu_offload)),
+    rule("zero_optimization.cpu_offload_use_pin_memory", Listed(NotNeeded, PINNED)),
     rule("zero_optimization.offload_param", Section(true)),
-    rule("zero_optimization.offload_param.device", Set(apply::offload_param)),
-    rule("zero_optimization.offload_param.nvme_path", Set(apply::nvme_path)),
-    rule("zero_optimization.offload_param.pin_memory", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_param.buffer_count", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_param.buffer_size", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_param.max_in_cpu", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_param.fast_init", Listed(NotNeeded, LOCALITY)),
+    rule("zero_optimization.offload_param.device", Set(offload::device)),
+    rule("zero_optimization.offload_param.nvme_path", Set(offload::nvme_path)),
+    rule("zero_optimization.offload_param.pin_memory", Listed(NotNeeded, PINNED)),
+    rule("zero_optimization.offload_param.buffer_count", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_param.buffer_size", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_param.max_in_cpu", Set(offload::max_in_cpu)),
+    rule(
+        "zero_optimization.offload_param.fast_init",
+        Listed(NotNeeded, "Burn initialises a parameter when it is read"),
+    ),
     rule("zero_optimization.offload_optimizer", Section(true)),
-    rule("zero_optimization.offload_optimizer.device", Set(apply::offload_optimizer)),
-    rule("zero_optimization.offload_optimizer.nvme_path", Set(apply::nvme_path)),
-    rule("zero_optimization.offload_optimizer.pin_memory", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.buffer_count", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.buffer_size", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.fast_init", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.pipeline", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.pipeline_read", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.pipeline_write", Listed(NotNeeded, LOCALITY)),
-    rule("zero_optimization.offload_optimizer.ratio", Unless(is_one, "all of the state is offloaded, or none")),
+    rule("zero_optimization.offload_optimizer.device", Set(offload::device)),
+    rule("zero_optimization.offload_optimizer.nvme_path", Set(offload::nvme_path)),
+    rule("zero_optimization.offload_optimizer.pin_memory", Listed(NotNeeded, PINNED)),
+    rule("zero_optimization.offload_optimizer.buffer_count", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_optimizer.buffer_size", Listed(NotNeeded, BUFFERS)),
+    rule(
+        "zero_optimization.offload_optimizer.fast_init",
+        Listed(NotNeeded, "Burn initialises a parameter when it is read"),
+    ),
+    rule("zero_optimization.offload_optimizer.pipeline", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_optimizer.pipeline_read", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_optimizer.pipeline_write", Listed(NotNeeded, BUFFERS)),
+    rule("zero_optimization.offload_optimizer.ratio", Set(offload::ratio)),
     rule("zero_optimization.offload_optimizer.super_offload", Unless(is_off, "there is no SuperOffload")),
-    rule("zero_optimization.offload_optimizer.cpuadam_cores_perc", Listed(NotNeeded, LOCALITY)),
+    rule("zero_optimization.offload_optimizer.cpuadam_cores_perc", Listed(NotNeeded, ON_DEVICE)),
     rule("zero_allow_untested_optimizer", Listed(NotNeeded, "a trial decides whether an optimizer can step blocks")),
     rule("zero_force_ds_cpu_optimizer", Listed(NotNeeded, "a trial decides whether an optimizer can step blocks")),
     rule("fp16", Section(true)),
@@ -199,8 +209,10 @@ pub(super) static RULES: &[Rule] = &[
     rule("torch_autocast.*", Listed(Missing, "there is no autocast; use bf16 or fp16")),
     rule("activation_checkpointing", Section(false)),
     rule("activation_checkpointing.*", Listed(Program, "fsdp_burn::recompute around a block in `forward`")),
-    rule("aio", Section(false)),
-    rule("aio.*", Listed(NotNeeded, LOCALITY)),
+    rule("aio", Section(true)),
+    rule("aio.block_size", Set(offload::block_size)),
+    rule("aio.queue_depth", Set(offload::queue_depth)),
+    rule("aio.*", Listed(NotNeeded, "io_uring takes all blocks of a transfer at once")),
     rule("checkpoint", Section(false)),
     rule("checkpoint.*", Listed(NotNeeded, SAVES)),
     rule("load_universal_checkpoint", Listed(NotNeeded, SAVES)),

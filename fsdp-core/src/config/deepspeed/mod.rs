@@ -5,7 +5,9 @@
 
 mod apply;
 mod keys;
+mod offload;
 
+use std::fmt;
 use std::path::Path;
 
 pub use keys::Fate;
@@ -15,6 +17,7 @@ use super::{Config, ConfigError, Location};
 use crate::config::nearest::nearest;
 use apply::Batch;
 use keys::{How, RULES, Rule};
+use offload::Offload;
 
 /// A DeepSpeed configuration, translated.
 ///
@@ -64,6 +67,13 @@ pub struct TranslatedItem {
     pub told: String,
 }
 
+/// As a line of a list. Keys are the file's, so what would break the line is escaped.
+impl fmt::Display for TranslatedItem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} = {}: {}", self.key.escape_debug(), self.value, self.told)
+    }
+}
+
 impl Translated {
     /// Keys whose effect is not available: the run differs from DeepSpeed's in them.
     pub fn missing(&self) -> impl Iterator<Item = &TranslatedItem> {
@@ -89,6 +99,7 @@ impl Config {
             },
             batch: Batch::default(),
             mics: None,
+            offload: Offload::default(),
         };
         translator.table("", parse_json(text, origin)?)?;
         translator.finish(num_ranks)?;
@@ -114,6 +125,7 @@ struct Translator<'a> {
     batch: Batch,
     /// Ranks of one copy in MiCS, which is hybrid sharding.
     mics: Option<usize>,
+    offload: Offload,
 }
 
 impl Translator<'_> {

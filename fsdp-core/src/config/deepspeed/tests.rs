@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Axis, Dtype, LossScale, Mesh, Stage};
+use crate::{Axis, Dtype, LossScale, Mesh, OffloadConfig, Stage, TierShares};
 
 fn read(text: &str, ranks: Option<usize>) -> Translated {
     Config::from_deepspeed(text, "ds.json", ranks).unwrap_or_else(|error| panic!("{error}\n{text}"))
@@ -73,10 +73,9 @@ fn a_bf16_file_with_all_three_batch_sizes_knows_its_ranks() {
     let read = read(text, None);
     assert_eq!((read.config.world_size, read.config.training.gradient_accumulation), (8, 8));
     assert_eq!(read.items[0].told, "8 ranks, 8 micro-batches of 1 sequences");
-    assert_eq!(
-        missing(&read),
-        ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"]
-    );
+    assert_eq!(missing(&read), [""; 0]);
+    let offload = &read.config.offload;
+    assert_eq!([offload.optimizer, offload.gradients, offload.parameters], [TierShares::CPU; 3]);
     assert_eq!(read.config.training.gradient_clip_norm, Some(1.0));
     assert_eq!(read.config.precision.parameters, Dtype::Bf16);
     assert_eq!(read.config.prefetch.max_bytes, Some(2_000_000_000), "two bytes each");
@@ -97,7 +96,7 @@ fn a_stage_1_file_of_a_pretraining_run_with_fp16_and_a_static_scale_translates()
     assert_eq!(read.config.precision.parameters, Dtype::F16);
     assert_eq!(read.config.precision.reduce, Dtype::F16);
     assert_eq!(read.config.precision.loss_scale, Some(LossScale::Fixed(1024.0)));
-    assert_eq!(missing(&read), ["fp16.initial_scale_power"]);
+    assert_eq!(missing(&read), [""; 0], "how a dynamic scale would begin does not matter");
 }
 
 #[test]
@@ -161,7 +160,7 @@ fn sections_that_are_switched_off_and_loggers_are_no_loss() {
     let read = read(text, None);
     assert_eq!(missing(&read), [""; 0]);
     assert_eq!(fate(&read, "activation_checkpointing"), Fate::Program);
-    assert_eq!(read.items.len(), 14, "every key of the file is listed");
+    assert_eq!(read.items.len(), 15, "every key of the file is listed");
 }
 
 #[test]
@@ -241,6 +240,89 @@ fn a_file_is_read_and_a_missing_one_is_an_error() {
     assert!(matches!(missing, ConfigError::Read { .. }));
 }
 
+/// What a ZeRO-Infinity file with these sections says of offload.
+fn offload_of(stage: u8, sections: &str) -> Translated {
+    read(
+        &format!(r#"{{"zero_optimization": {{"stage": {stage}, {sections}}}, "aio": {{"block_size": 262144}}}}"#),
+        None,
+    )
+}
+
+#[test]
+fn offload_to_nvme_is_ours_with_a_directory_of_its_own() {
+    let sections = r#""offload_optimizer": {"device": "nvme", "nvme_path": "/data/", "pin_memory": true, "buffer_count": 4,
+        "fast_init": false, "pipeline_read": true}, "offload_param": {"device": "nvme", "nvme_path": "/data",
+        "buffer_size": 1e8, "max_in_cpu": 1e9}"#;
+    let read = offload_of(3, sections);
+    let expected = OffloadConfig {
+        optimizer: TierShares::NVME,
+        gradients: TierShares::NVME,
+        parameters: TierShares::NVME,
+        nvme_path: Some("/data/fsdp".to_owned()),
+        nvme_block_bytes: 262_144,
+        ..OffloadConfig::default()
+    };
+    assert_eq!(read.config.offload, expected);
+    assert_eq!(missing(&read), ["zero_optimization.offload_param.max_in_cpu"]);
+    let told = |key: &str| {
+        let key = format!("zero_optimization.{key}");
+        read.items.iter().find(|item| item.key == key).unwrap().told.clone()
+    };
+    assert_eq!(told("offload_optimizer.device"), "offload.optimizer = \"nvme\", offload.gradients = \"nvme\"");
+    assert_eq!(told("offload_param.device"), "offload.parameters = \"nvme\"");
+    assert_eq!(told("offload_param.nvme_path"), "offload.nvme_path = \"/data/fsdp\", a directory of the run's own");
+    assert!(read.items.iter().all(|item| !item.told.is_empty()), "{:#?}", read.items);
+}
+
+#[test]
+fn offload_is_read_as_deepspeed_reads_it() {
+    // A path that is not given is the one of DeepSpeed's examples.
+    let bare = offload_of(2, r#""offload_optimizer": {"device": "nvme"}"#);
+    assert_eq!(bare.config.offload.nvme_path.as_deref(), Some("/local_nvme/fsdp"));
+    // Parameters are offloaded at stage 3 only.
+    let low = offload_of(2, r#""offload_param": {"device": "cpu"}, "cpu_offload": true"#);
+    assert_eq!((low.config.offload.parameters, low.config.offload.optimizer), (TierShares::DEVICE, TierShares::CPU));
+    assert_eq!(fate(&low, "zero_optimization.offload_param.device"), Fate::NotNeeded);
+    assert_eq!(fate(&low, "aio.block_size"), Fate::NotNeeded, "nothing lies on NVMe");
+    // A part of the state, as in ZeRO-Offload++.
+    let part = offload_of(3, r#""offload_optimizer": {"device": "cpu", "ratio": 0.3}"#);
+    assert_eq!(part.config.offload.optimizer, TierShares { cpu: 0.3, nvme: 0.0 });
+    let none = offload_of(
+        3,
+        r#""offload_optimizer": {"device": "none", "nvme_path": "/data", "ratio": 0.3}, "cpu_offload": false"#,
+    );
+    assert_eq!(none.config.offload, OffloadConfig::default());
+    assert!(none.items.iter().skip(1).all(|item| item.fate == Fate::NotNeeded), "{:#?}", none.items);
+    // There is one directory.
+    let two = offload_of(
+        3,
+        r#""offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": {"device": "nvme", "nvme_path": "/b"}"#,
+    );
+    assert_eq!(two.config.offload.nvme_path.as_deref(), Some("/a/fsdp"));
+    assert_eq!(missing(&two), ["zero_optimization.offload_param.nvme_path"]);
+    // What a disk cannot move stays at the default, and the buffers hold what is under way.
+    let odd = read(
+        r#"{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}, "aio": {"block_size": 5000, "queue_depth": 64}}"#,
+        None,
+    );
+    assert_eq!((odd.config.offload.nvme_block_bytes, odd.config.offload.nvme_buffer_bytes), (1 << 20, 64 << 20));
+    assert_eq!(missing(&odd), ["aio.block_size"]);
+    assert_eq!(
+        refusal(r#"{"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}}"#),
+        "ds.json: `zero_optimization.offload_optimizer.ratio` is 1.5; it must be a share from 0 to 1"
+    );
+}
+
+#[test]
+fn keys_and_names_that_would_break_a_line_are_escaped() {
+    let error = refusal("{\"a\\nb\": 1}");
+    assert!(error.starts_with("ds.json: unknown key `a\\nb`; "), "{error}");
+    let error = refusal(r#"{"zero_optimization": {"offload_param": {"device": "c\np\"u"}}}"#);
+    assert!(error.contains(r#"is "c\np\"u", which does not exist"#), "{error}");
+    let read = read("{\"optimizer\": {\"params\": {\"x\\ny\": 1}}}", None);
+    assert_eq!(read.items[0].to_string(), "optimizer.params.x\\ny = 1: given to the optimizer that the program makes");
+}
+
 prop_compose! {
     /// A file as trainers write them, with every key in or out.
     fn any_file()(
@@ -251,7 +333,9 @@ prop_compose! {
         half in 0..4u8,
         scale in proptest::option::of(prop_oneof![Just(0.0), 1.0..1e6f64]),
         (live, bucket) in (proptest::option::of(0..1u64 << 40), proptest::option::of(0..1u64 << 40)),
-        offload in 0..3usize,
+        (offload, offload_param, path) in (0..3usize, 0..3usize, proptest::option::of("[a-z /]{0,8}")),
+        ratio in proptest::option::of(0.0..=1.0f64),
+        (block_size, queue_depth) in (proptest::option::of(1..1u64 << 40), proptest::option::of(1..1u64 << 40)),
         communication in 0..4usize,
         lr in proptest::option::of(1e-6..1.0f64),
     ) -> (String, usize) {
@@ -272,7 +356,15 @@ prop_compose! {
         let mut zero = vec![format!("\"stage\": {stage}")];
         if let Some(live) = live { zero.push(format!("\"stage3_max_live_parameters\": {live}")); }
         if let Some(bucket) = bucket { zero.push(format!("\"stage3_prefetch_bucket_size\": {bucket}")); }
-        zero.push(format!("\"offload_optimizer\": {{\"device\": \"{}\"}}", ["none", "cpu", "nvme"][offload]));
+        let device = |at: usize| format!("\"device\": \"{}\"", ["none", "cpu", "nvme"][at]);
+        let mut optimizer = vec![device(offload)];
+        optimizer.extend(ratio.map(|ratio| format!("\"ratio\": {ratio:?}")));
+        optimizer.extend(path.map(|path| format!("\"nvme_path\": {path:?}")));
+        zero.push(format!("\"offload_optimizer\": {{{}}}", optimizer.join(", ")));
+        zero.push(format!("\"offload_param\": {{{}}}", device(offload_param)));
+        let aio = [("block_size", block_size), ("queue_depth", queue_depth)];
+        let aio = aio.iter().filter_map(|(key, value)| Some(format!("\"{key}\": {}", (*value)?)));
+        keys.push(format!("\"aio\": {{{}}}", aio.collect::<Vec<_>>().join(", ")));
         keys.push(format!("\"zero_optimization\": {{{}}}", zero.join(", ")));
         if communication > 0 {
             keys.push(format!("\"communication_data_type\": \"{}\"", ["fp32", "bf16", "fp16"][communication - 1]));

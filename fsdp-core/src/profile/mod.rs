@@ -1,5 +1,8 @@
 //! What was measured of a machine, in a file that a planner reads.
 
+mod disk;
+mod step;
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,8 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, MeasuredLinks, OpTag, Phase, Reduce, ReducePart,
-    ShardLayout,
+    ShardLayout, TierError, TierRate,
 };
+pub use step::MeasuredStep;
 
 /// What a profile calls itself.
 const FORMAT: &str = "fsdp-profile-1";
@@ -28,6 +32,12 @@ pub struct Profile {
     pub collectives: MeasuredLinks,
     /// Bytes per second that a rank copies from memory to memory, while the others do too.
     pub memory_bytes_per_s: f64,
+    /// What each rank reaches of a disk, while the others do too; `None` where none was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nvme: Option<TierRate>,
+    /// A step of a single rank; `None` where none was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<MeasuredStep>,
 }
 
 /// How to measure.
@@ -73,7 +83,19 @@ impl Profile {
                 all_reduce: fit(Work::AllReduce)?,
             },
             memory_bytes_per_s: largest_bytes / largest_s,
+            nvme: None,
+            step: None,
         })
+    }
+
+    /// Measures the disk that `dir` is on, which is made if it is not there, and adds it to the profile. Cost: eight times
+    /// `slot_bytes` of the disk for each rank, and three times that in memory.
+    ///
+    /// # Errors
+    /// If the disk cannot be used: see [`Tier`](crate::Tier).
+    pub fn measure_disk(&mut self, dir: &Path, slot_bytes: usize) -> Result<(), ProfileError> {
+        self.nvme = Some(disk::measure(dir, self.num_ranks, slot_bytes)?);
+        Ok(())
     }
 
     /// Reads a file.
@@ -101,10 +123,20 @@ impl Profile {
             if !(link.alpha_s >= 0.0 && link.beta_s_per_byte >= 0.0) {
                 return Err(wrong(format!("`collectives.{name}` has a negative time")));
             }
+            // So that whatever is computed with them stays finite.
+            if link.alpha_s > 1e9 || link.beta_s_per_byte > 1.0 {
+                return Err(wrong(format!("`collectives.{name}` takes years")));
+            }
         }
-        let is_positive = profile.memory_bytes_per_s > 0.0 && profile.num_ranks > 0;
-        if !is_positive {
+        let is_rate = |rate: f64| (1.0..=1e24).contains(&rate);
+        if profile.num_ranks == 0 || !is_rate(profile.memory_bytes_per_s) {
             return Err(wrong("`num_ranks` and `memory_bytes_per_s` must be positive".to_owned()));
+        }
+        if profile.nvme.is_some_and(|disk| !is_rate(disk.read_bytes_per_s) || !is_rate(disk.write_bytes_per_s)) {
+            return Err(wrong("the rates of `nvme` must be positive".to_owned()));
+        }
+        if profile.step.as_ref().is_some_and(|step| !step.is_sound()) {
+            return Err(wrong("the tokens and seconds of `step` must be positive".to_owned()));
         }
         Ok(profile)
     }
@@ -152,9 +184,20 @@ pub enum ProfileError {
         /// What was asked for.
         options: ProfileOptions,
     },
+    /// Not a report of a single rank.
+    #[error("{origin}: no step to measure: {message}; write one with `train --ranks 1 --report FILE`")]
+    Report {
+        /// The file.
+        origin: String,
+        /// What is wrong.
+        message: String,
+    },
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A disk failed.
+    #[error(transparent)]
+    Disk(#[from] TierError),
     /// A rank panicked.
     #[error("rank {rank} panicked while it was measured; run again, and report this if it stays")]
     Panicked {
@@ -284,6 +327,43 @@ mod tests {
         for link in [links.all_gather, links.reduce_scatter, links.all_reduce] {
             assert!(link.message_s(1 << 24) > 0.0 && link.message_s(1 << 24) >= link.message_s(1 << 12), "{link:?}");
         }
+    }
+
+    #[test]
+    fn a_disk_is_measured_by_all_ranks_and_reads_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = ProfileOptions { num_ranks: 2, max_bytes: 1 << 16, repetitions: 1 };
+        let mut profile = Profile::measure(&options).unwrap();
+        profile.measure_disk(&dir.path().join("disk"), 1 << 20).unwrap();
+        let disk = profile.nvme.unwrap();
+        assert!(disk.read_bytes_per_s > 1e5 && disk.write_bytes_per_s > 1e5, "{disk:?}");
+        assert_eq!(Profile::from_json(&profile.to_json(), "printed").unwrap(), profile);
+        assert!(!dir.path().join("disk").exists(), "nothing is left behind");
+    }
+
+    #[test]
+    fn the_step_of_a_report_is_a_step_of_one_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("run.json");
+        let report = |ranks: usize, computing_s: f64| {
+            format!(
+                r#"{{"config": {{"world_size": {ranks}, "stage": 3, "training": {{"gradient_accumulation": 2}}}},
+                "num_parameters": 100, "tokens_per_step": 64, "step": {{"computing_s": {computing_s}, "optimizer_s": 0.5}}}}"#
+            )
+        };
+        fs::write(&file, report(1, 2.5)).unwrap();
+        let step = MeasuredStep::read_report(&file).unwrap();
+        assert_eq!(step, MeasuredStep { parameter_len: 100, num_tokens: 32, pass_s: 1.0, optimizer_s: 0.5 });
+        fs::write(&file, report(2, 2.5)).unwrap();
+        let error = MeasuredStep::read_report(&file).unwrap_err().to_string();
+        assert!(
+            error.contains("it is of 2 ranks, and one alone is needed; write one with `train --ranks 1 "),
+            "{error}"
+        );
+        fs::write(&file, report(1, 0.25)).unwrap();
+        assert!(MeasuredStep::read_report(&file).unwrap_err().to_string().contains("make no sense"));
+        fs::write(&file, "{}").unwrap();
+        assert!(MeasuredStep::read_report(&file).unwrap_err().to_string().contains("no step to measure"));
     }
 
     #[test]

@@ -32,7 +32,8 @@ pub(crate) struct Net {
     columns: Param<Tensor<2>>,
     #[shard(unit, spec(_, "shard"))]
     wide: Wide,
-    #[shard(replicate)]
+    // Burn's computes with float32 statistics, so it stays in float32 beside layers in half of it.
+    #[shard(unit, replicate, precision = "f32")]
     pub(crate) statistics: BatchNorm,
     #[shard(ignore)]
     teacher: Linear,

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_burn::{
-    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Trace,
-    Translated, human_bytes, launch_with,
+    Activations, Config, EngineStats, Error, FusedAdamW, LaunchOptions, OptimizerKind, Rank, ShardedModel, Started,
+    Trace, Translated, human_bytes, launch_with,
 };
 use fsdp_examples::{
     Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
@@ -223,13 +223,19 @@ fn check_memory(rank: &Rank, model: &ShardedModel<Gpt>, job: &Job) -> Result<(),
     let Some(limit) = job.args.memory_limit else { return Ok(()) };
     let activations = job.activations(rank.config());
     let own = model.memory_estimate(OptimizerKind::Adam, Some(activations)).peak_bytes().unwrap_or_default();
-    let predicted = rank.sum(own as f64)? as u64;
+    // A limit is a process's: threads share it, and a rank that is a process has it alone. All ranks decide alike.
+    let all = rank.all_gather_bytes(&own.to_le_bytes())?;
+    let all = all.iter().map(|bytes| bytes.as_chunks().0.first().map_or(0, |bytes| u64::from_le_bytes(*bytes)));
+    let predicted: u64 = match rank.config().started()? {
+        Started::Threads => all.sum(),
+        Started::Process(_) => all.max().unwrap_or(own),
+    };
     if predicted <= limit {
         return Ok(());
     }
     Err(Error::program(format!(
-        "the ranks of this process are predicted to hold {} together, and --memory-limit is {}; place state on a disk \
-         with [offload], use --recompute, or make the model or the batch smaller",
+        "a process is predicted to hold {}, and --memory-limit is {}; place state on a disk with [offload], use \
+         --recompute, or make the model or the batch smaller",
         human_bytes(predicted),
         human_bytes(limit)
     )))

@@ -59,10 +59,12 @@ globalThis.fsdp ??= {};
         const steppedLen = stage >= 1 ? shardLen : fullLen;
         // Only blocks can lie on a disk, not what is whole on every rank.
         const offload = { ...setting.offload, parameters: setting.offload.parameters && stage === 3 && ranks > 1 };
+        // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
+        const gradientsAway = offload.gradients && stage !== 1;
         const unitLen = Math.ceil((largestLen * steppedLen) / Math.max(fullLen, 1));
         const estimate = {
             parameter_bytes: rest(bytes.parameter * (stage === 3 ? shardLen : fullLen), offload.parameters),
-            gradient_bytes: rest(bytes.gradient * (stage >= 2 ? shardLen : fullLen), offload.gradients),
+            gradient_bytes: rest(bytes.gradient * (stage >= 2 ? shardLen : fullLen), gradientsAway),
             optimizer_bytes: rest(bytes.optimizer * steppedLen, offload.optimizer),
             gathered_bytes: bytes.parameter * gatheredLen,
             reducing_bytes: bytes.gradient * inFlightLen,

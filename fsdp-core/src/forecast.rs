@@ -98,7 +98,9 @@ impl Forecast {
 fn min_ranks_of(job: &Job, stage: Stage, device_bytes: u64) -> Option<u64> {
     let fits = |num_ranks: usize| {
         let ranks_per_process = job.ranks_per_process.min(num_ranks as u64);
-        let job = Job { mesh: Mesh::one_dim(num_ranks), ranks_per_process, ..job.clone() };
+        // A group that is all of the axis, or does not divide it, is none.
+        let reshard = job.reshard.filter(|&k| k < num_ranks && num_ranks.is_multiple_of(k));
+        let job = Job { mesh: Mesh::one_dim(num_ranks), ranks_per_process, reshard, ..job.clone() };
         job.memory(stage).peak_or_known_bytes() <= device_bytes
     };
     // A rank alone has nothing to gather, so it may fit where two do not.

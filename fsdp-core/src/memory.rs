@@ -268,15 +268,18 @@ impl MemoryModel {
             .ceil() as u64;
         let tier_bytes =
             self.tiers.step_bytes(element_bytes * unit_len, element_bytes * unit_len, optimizer_bytes * unit_len);
+        // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
+        let waits_whole = self.stage == Stage::OptimizerState || self.accumulate == Accumulate::Local;
+        let gradients_away = if waits_whole { 0.0 } else { self.tiers.gradients };
         MemoryEstimate {
             parameter_bytes: TierModel::rest(element_bytes * parameter_len, self.tiers.parameters),
-            gradient_bytes: TierModel::rest(element_bytes * gradient_len, self.tiers.gradients),
+            gradient_bytes: TierModel::rest(element_bytes * gradient_len, gradients_away),
             optimizer_bytes: TierModel::rest(optimizer_bytes * stepped_len, self.tiers.optimizer),
             tier_bytes,
             gathered_bytes: element_bytes * gathered_len,
             resharded_bytes: element_bytes * resharded_len,
             in_flight_bytes: element_bytes * in_flight_len,
-            before_last_bytes: TierModel::rest(element_bytes * before_last_len, self.tiers.gradients),
+            before_last_bytes: TierModel::rest(element_bytes * before_last_len, gradients_away),
             activation_bytes: self.activations.map(|activations| activations.begin_bytes),
             last_unit_bytes: self.activations.map_or(0, |activations| activations.last_bytes),
         }

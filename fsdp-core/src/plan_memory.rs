@@ -87,15 +87,18 @@ impl<'a> PlanMemory<'a> {
         let gradient_bytes = sum(&|param, spec| self.gradient_bytes(plan, param, spec));
         let optimizer_bytes = sum(&|param, spec| self.state_bytes(plan, param, spec));
         let rest = TierModel::rest;
+        // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
+        let waits_whole = plan.stage() == Stage::OptimizerState || self.accumulate == Accumulate::Local;
+        let gradients_away = if waits_whole { 0.0 } else { self.tiers.gradients };
         MemoryEstimate {
             parameter_bytes: rest(parameter_bytes, self.tiers.parameters),
-            gradient_bytes: rest(gradient_bytes, self.tiers.gradients),
+            gradient_bytes: rest(gradient_bytes, gradients_away),
             optimizer_bytes: rest(optimizer_bytes, self.tiers.optimizer),
             gathered_bytes: self.gathered_bytes(plan),
             resharded_bytes: self.resharded_bytes(plan),
             in_flight_bytes: self.in_flight_bytes(plan),
             tier_bytes: self.tier_bytes(plan),
-            before_last_bytes: rest(self.before_last_bytes(plan, gradient_bytes), self.tiers.gradients),
+            before_last_bytes: rest(self.before_last_bytes(plan, gradient_bytes), gradients_away),
             activation_bytes: self.activations.map(|activations| activations.begin_bytes),
             last_unit_bytes: self.activations.map_or(0, |activations| activations.last_bytes),
         }

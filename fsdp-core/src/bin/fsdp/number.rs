@@ -16,8 +16,11 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
     };
     let value: f64 = number.replace('_', "").parse().map_err(|_| refusal())?;
     let value = value * factor;
-    let is_count = value.fract() == 0.0 && (1.0..=MOST_ELEMENTS as f64).contains(&value);
-    if is_count { Ok(value as u64) } else { Err(refusal()) }
+    // A decimal fraction times a power of ten is whole but for the last bit.
+    let whole = value.round();
+    let is_whole = (value - whole).abs() <= 2.0 * f64::EPSILON * whole;
+    let is_count = is_whole && (1.0..=MOST_ELEMENTS as f64).contains(&whole);
+    if is_count { Ok(whole as u64) } else { Err(refusal()) }
 }
 
 /// Ranks that a simulation holds in memory.
@@ -49,8 +52,8 @@ mod tests {
 
     #[test]
     fn counts_are_read_as_people_write_them() {
-        let counts = ["7e9", "7.5B", "350M", "1_000", "2k", "1"].map(|text| parse_count(text).unwrap());
-        assert_eq!(counts, [7_000_000_000, 7_500_000_000, 350_000_000, 1000, 2000, 1]);
+        let counts = ["7e9", "7.5B", "8.2B", "350M", "1_000", "2k", "1"].map(|text| parse_count(text).unwrap());
+        assert_eq!(counts, [7_000_000_000, 7_500_000_000, 8_200_000_000, 350_000_000, 1000, 2000, 1]);
         for text in ["", "B", "0", "-7e9", "1.5", "1e300", "nan", "seven"] {
             assert_eq!(
                 parse_count(text).unwrap_err(),

@@ -132,7 +132,10 @@ impl Simulate {
     fn check_work(&self, setting: &Setting, num_units: usize) -> Result<(), String> {
         const MOST_MOVES: usize = 300_000_000;
         // Each rank has a clock of its own where none are alike.
-        let clocks = if self.jitter > 0.0 { setting.config.world_size } else { 1 + self.straggler.len() };
+        // A straggler sets apart its groups along both axes.
+        let kinds = (1 + self.straggler.len()).saturating_mul(1 + self.straggler.len());
+        let world_size = setting.config.world_size;
+        let clocks = if self.jitter > 0.0 { world_size } else { kinds.min(world_size) };
         let micro_batches = setting.config.training.gradient_accumulation;
         let of_step = clocks.saturating_mul(num_units).saturating_mul(micro_batches).saturating_mul(12);
         if of_step.saturating_mul(self.steps + 1) > MOST_MOVES {
@@ -318,8 +321,9 @@ fn tuned(setting: &Setting, stage: Stage, search: &Search) -> String {
     };
     let mut config = Config { stage, ..setting.config.clone() };
     if !stage.shards_parameters() {
-        // There are no blocks of parameters that could lie elsewhere.
+        // There are no blocks of parameters that could lie elsewhere, or be cut again.
         config.offload.parameters = TierShares::DEVICE;
+        config.reshard_after_forward = None;
     }
     if stage.shards_parameters() {
         (config.prefetch.forward, config.prefetch.backward) = (best.depth, best.depth);

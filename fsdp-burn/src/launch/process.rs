@@ -58,7 +58,11 @@ where
     let result = match wait(&*control, number, timeout, &arrivals) {
         Ok(value) => {
             communicator.leave();
-            control.finish().map(|()| vec![value]).map_err(|cause| told(number, cause))
+            control.finish().map(|()| vec![value]).map_err(|cause| {
+                // Nobody waits any more for what cannot be sent.
+                communicator.abort(cause.clone());
+                told(number, cause)
+            })
         }
         Err(error) => Err(fail(&*communicator, number, error)),
     };

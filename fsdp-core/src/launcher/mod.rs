@@ -163,6 +163,8 @@ fn check_agreement(variables: &Environment, first: &Seen, other: &Seen) -> Resul
     // SLURM starts the daemons of the others, whose processes inherit its variables.
     let nested = match (inner, outer) {
         (Launcher::Mpirun, Launcher::Srun) => true,
+        // A shell inside of an allocation is alone, for whichever MPI started it.
+        (Launcher::Mpirun, Launcher::Mpirun) => other.world_size == 1,
         (Launcher::Torchrun, Launcher::Srun) => variables.contains_key("TORCHELASTIC_RUN_ID"),
         _ => false,
     };

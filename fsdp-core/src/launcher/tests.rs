@@ -29,6 +29,11 @@ fn every_launcher_is_found_by_what_it_sets() {
             "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 PMI_RANK=3 PMI_SIZE=4",
             "rank 3 of 4, a process of mpirun (OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4)",
         ),
+        // `mpirun` in a shell that `srun` has started with PMI.
+        (
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 PMI_RANK=0 PMI_SIZE=1",
+            "rank 3 of 4, a process of mpirun (OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4)",
+        ),
         ("PMI_RANK=0 PMI_SIZE=2", "rank 0 of 2, a process of mpirun (PMI_RANK=0, PMI_SIZE=2)"),
         (
             "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=a[1-2]",

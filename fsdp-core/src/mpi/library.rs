@@ -46,6 +46,8 @@ struct Orders {
     calls: Vec<Box<dyn FnOnce() + Send>>,
     next_tag: u64,
     end: bool,
+    /// No call is taken any more.
+    is_closed: bool,
     ended: bool,
 }
 
@@ -106,7 +108,12 @@ impl Mpi {
             // Whoever calls waits for this.
             let _ = sender.send(function());
         };
-        self.orders().calls.push(Box::new(run));
+        let mut orders = self.orders();
+        if orders.is_closed {
+            return None;
+        }
+        orders.calls.push(Box::new(run));
+        drop(orders);
         self.inbox.wake_engine();
         result.recv().ok()
     }
@@ -237,6 +244,13 @@ fn run(started: &Sender<Result<Arc<Mpi>, String>>) {
     let _ = started.send(Ok(engine.mpi.clone()));
     let served = engine.serve();
     let mpi = engine.mpi.clone();
+    let calls = {
+        let mut orders = mpi.orders();
+        orders.is_closed = true;
+        std::mem::take(&mut orders.calls)
+    };
+    // Their callers are told by that.
+    drop(calls);
     if let Err(message) = served {
         mpi.inbox.fail(format!("MPI: {message}"));
     }

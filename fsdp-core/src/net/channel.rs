@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read};
-use std::net::{IpAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -210,7 +210,12 @@ impl ControlChannel {
 
     /// An address of this machine under which others reach it, to listen at, and what they have to call it.
     pub(crate) fn local_address(&self) -> (IpAddr, Option<&str>) {
-        (self.local, (self.rank() == 0).then_some(self.host.as_str()))
+        // Over the loopback only rank 0's own host is reached: others call this one as they call that.
+        let is_there = self.rank() == 0 || self.local.is_loopback();
+        let name = self.host.trim_matches(['[', ']']);
+        let is_name = name.parse::<IpAddr>().is_err() && name != "localhost";
+        let ip = if self.local.is_loopback() && is_name { Ipv4Addr::UNSPECIFIED.into() } else { self.local };
+        (ip, is_there.then_some(self.host.as_str()))
     }
 
     /// What this rank calls the host of rank 0.

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use mio::net::{TcpListener, TcpStream as Connection};
@@ -42,6 +42,10 @@ impl Entrance {
     pub fn open(host: &str, port: u16) -> Result<Self, RendezvousError> {
         let refused = |source| RendezvousError::Listen { address: format!("{host}:{port}"), source };
         let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(refused)?.collect();
+        // Many systems know their own name as a loopback address, at which no other host comes.
+        let is_name = host.parse::<IpAddr>().is_err() && host != "localhost";
+        let is_hidden = is_name && addresses.iter().all(|address| address.ip().is_loopback());
+        let addresses = if is_hidden { vec![SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))] } else { addresses };
         let listener = std::net::TcpListener::bind(&addresses[..]).or_else(|error| match error.kind() {
             io::ErrorKind::AddrNotAvailable => std::net::TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
             _ => Err(error),

@@ -242,13 +242,18 @@ impl Node {
         }
     }
 
+    /// Whether nothing more is due from a rank. All that others say comes by rank 0, so it is needed until the last has left.
+    fn is_done_with(&self, rank: usize) -> bool {
+        let left = &self.shared.lock().left;
+        left.contains(&rank) && (self.is_hub() || left.len() == self.shared.world_size)
+    }
+
     /// A connection is of no more use. That is a failure, unless the rank had left or the run has ended.
     fn lose(&mut self, rank: usize, gone: Gone) {
         if self.peers.remove(&rank).is_none() {
             return;
         }
-        let has_left = self.shared.lock().left.contains(&rank);
-        if !has_left && self.shared.cause.get().is_none() {
+        if !self.is_done_with(rank) && self.shared.cause.get().is_none() {
             self.report_lost(rank, gone.told());
         }
     }
@@ -276,8 +281,8 @@ impl Node {
         if self.shared.cause.get().is_some() {
             return;
         }
-        for Standing { rank, silent, left, .. } in &standings {
-            if *silent > self.pace.silence && !left && self.peers.contains_key(rank) {
+        for Standing { rank, silent, .. } in &standings {
+            if *silent > self.pace.silence && !self.is_done_with(*rank) && self.peers.contains_key(rank) {
                 self.report_lost(*rank, format!("nothing was heard of it for {:.1} s", silent.as_secs_f64()));
             }
         }

@@ -10,7 +10,7 @@ use super::super::check::Member;
 use super::super::{CommError, Issued, OpKind, OpTag, Phase};
 use super::arena::Arena;
 use super::heap::Held;
-use super::network::{Frame, Key, Payload};
+use super::network::{Frame, Key, Payload, Receipt};
 use super::table::{Cell, Seat};
 use super::wire;
 use super::world::World;
@@ -141,18 +141,25 @@ impl Domain {
     ) -> Result<Frame, CommError> {
         let key = self.key(op, stage);
         let inbox = self.world.network.inbox();
-        self.wait_for_network(op, host, || inbox.take(self.ranks[from], key))
+        self.wait_for_network(op, host, false, || inbox.take(self.ranks[from], key))
+    }
+
+    /// Waits until what a frame of `host` has announced is there.
+    pub(super) fn wait_for_receipt(&self, op: &Op, host: &[usize], receipt: &Receipt) -> Result<(), CommError> {
+        self.wait_for_network(op, host, true, || receipt.is_complete().then_some(()))
     }
 
     /// Waits until `get` finds something in what has arrived from other hosts.
-    pub(super) fn wait_for_network<T>(
+    fn wait_for_network<T>(
         &self,
         op: &Op,
         host: &[usize],
+        is_on_its_way: bool,
         mut get: impl FnMut() -> Option<T>,
     ) -> Result<T, CommError> {
         let inbox = self.world.network.inbox();
         let mut wait = Wait::begin(self, op, self.grace());
+        wait.is_on_its_way = is_on_its_way;
         loop {
             if let Some(found) = inbox.wait(LOOK, &mut get) {
                 return Ok(found);
@@ -247,30 +254,39 @@ struct Wait<'a> {
     op: &'a Op,
     start: Instant,
     limit: Duration,
-    number: Option<u64>,
+    is_told: bool,
+    /// Who had left at the last look.
+    left: Vec<usize>,
+    /// What is missing is on its way: whoever sends it may leave meanwhile.
+    is_on_its_way: bool,
 }
 
 impl<'a> Wait<'a> {
     fn begin(domain: &'a Domain, op: &'a Op, grace: Duration) -> Self {
-        Self { domain, op, start: Instant::now(), limit: domain.world.timeout + grace, number: None }
+        let limit = domain.world.timeout + grace;
+        Self { domain, op, start: Instant::now(), limit, is_told: false, left: Vec::new(), is_on_its_way: false }
     }
 
     /// An error if the wait must end.
     fn look(&mut self, missing: impl Fn() -> Vec<usize>) -> Result<(), CommError> {
-        let Self { domain, op, .. } = *self;
+        let (domain, op) = (self.domain, self.op);
         let world = &domain.world;
         world.check_alive()?;
         let (rank, kind, tag) = (world.rank, op.kind, op.tag.clone());
         let waited = self.start.elapsed();
-        if self.number.is_none() && waited >= LOOK {
-            self.number = Some(world.waits(Issued { rank, kind, tag: tag.clone(), detail: String::new() }));
+        if !self.is_told && waited >= LOOK {
+            self.is_told = true;
+            world.control.waiting(Some(Issued { rank, kind, tag: tag.clone(), detail: String::new() }));
         }
         if let Some(message) = world.network.inbox().failure() {
             return Err(world.fail(domain.engine_error(op, message)));
         }
         let missing: Vec<usize> = missing().into_iter().map(|rank| domain.ranks[rank]).collect();
         let left: Vec<usize> = missing.iter().copied().filter(|&rank| domain.has_left(rank)).collect();
-        if !left.is_empty() {
+        // What a rank did before it left has been looked at since the last look.
+        let before = std::mem::replace(&mut self.left, left);
+        let left: Vec<usize> = self.left.iter().copied().filter(|rank| before.contains(rank)).collect();
+        if !left.is_empty() && !self.is_on_its_way {
             return Err(world.fail(CommError::Left { rank, kind, tag, left }));
         }
         if waited >= self.limit && !missing.is_empty() {
@@ -282,8 +298,8 @@ impl<'a> Wait<'a> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.domain.world.waits_no_more(number);
+        if self.is_told {
+            self.domain.world.control.waiting(None);
         }
     }
 }

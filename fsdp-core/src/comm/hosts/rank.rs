@@ -213,7 +213,7 @@ impl HostRank {
             receipts.push((host, self.receive(op, host[0], frame, output.payload(host))?));
         }
         for (host, receipt) in receipts {
-            domain.wait_for_network(op, host, || receipt.is_complete().then_some(()))?;
+            domain.wait_for_receipt(op, host, &receipt)?;
         }
         domain.lead(op, COMPLETE);
         Ok(())
@@ -248,7 +248,7 @@ impl HostRank {
             buffers.insert(from, buffer);
         }
         for (from, receipt) in receipts {
-            domain.wait_for_network(op, &[from], || receipt.is_complete().then_some(()))?;
+            domain.wait_for_receipt(op, &[from], &receipt)?;
         }
         Ok(buffers)
     }
@@ -518,7 +518,7 @@ impl HostRank {
             // SAFETY: A new block, which nobody reads before the leader says so.
             let payload = unsafe { Payload::new([span], held.clone()) };
             let receipt = self.receive(op, root, frame, payload)?;
-            domain.wait_for_network(op, &[root], || receipt.is_complete().then_some(()))?;
+            domain.wait_for_receipt(op, &[root], &receipt)?;
             led_offset.store(offset as u64, Ordering::Relaxed);
             led_len.store(len as u64, Ordering::Relaxed);
             domain.lead(op, COMPLETE);

@@ -1,11 +1,10 @@
 //! A world of processes: which ranks share a host, their memory, and what all channels and groups share.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::control::Control;
-use super::super::{AbortCause, CommError, Communicator, Issued, OpKind, OpTag, Phase};
+use super::super::{AbortCause, CommError, Communicator, OpKind, OpTag, Phase};
 use super::arena::Arena;
 use super::domain::Domain;
 use super::heap::Heap;
@@ -35,14 +34,6 @@ pub(super) struct World {
     /// This rank's own memory.
     pub(super) heap: Heap,
     pub(super) table: Table,
-    waits: Mutex<Waits>,
-}
-
-/// What this rank waits in, on any thread, oldest first.
-#[derive(Debug, Default)]
-struct Waits {
-    next: u64,
-    all: BTreeMap<u64, Issued>,
 }
 
 /// Connects this process with the other ranks of `network`. Every rank makes the call.
@@ -85,9 +76,8 @@ pub fn connect(
     let table_bytes = Table::size_bytes(local.len());
     let heap = Heap::new(own, table_bytes);
     let table = Table::new(arenas[0].clone(), local.len());
-    let waits = Mutex::default();
     let ranks = (0..hosts.len()).collect();
-    let world = World { number, rank, timeout, control, network, hosts, local, arenas, heap, table, waits };
+    let world = World { number, rank, timeout, control, network, hosts, local, arenas, heap, table };
     Ok(HostRank::create(Domain::create(Arc::new(world), String::new(), ranks)?))
 }
 
@@ -173,27 +163,6 @@ impl World {
         match self.control.aborted() {
             Some(cause) if cause != ours => CommError::ended(self.rank, &cause),
             _ => error,
-        }
-    }
-
-    /// Tells the control channel that this rank waits, until [`World::waits_no_more`] with the number returned.
-    pub(super) fn waits(&self, operation: Issued) -> u64 {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = waits.next;
-        waits.next += 1;
-        if waits.all.is_empty() {
-            self.control.waiting(Some(operation.clone()));
-        }
-        waits.all.insert(number, operation);
-        number
-    }
-
-    pub(super) fn waits_no_more(&self, number: u64) {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        let was_told = waits.all.keys().next() == Some(&number);
-        waits.all.remove(&number);
-        if was_told {
-            self.control.waiting(waits.all.values().next().cloned());
         }
     }
 }

@@ -215,7 +215,8 @@ impl<M: Module> ShardedModel<M> {
         }
         let checkpoint = Checkpoint::newest_on(control.as_ref(), root, Verify::Checksums)?;
         self.compare(&checkpoint)?;
-        // Everything is read before anything changes, so that an error leaves the model as it was, on all ranks.
+        // All that stays in memory is read before anything changes. What lies on a disk is read after that, piece by piece: an
+        // error there leaves a model that must be loaded again.
         let read = self.agree("read a checkpoint", self.read(&checkpoint))?;
         engine.finish_reduces()?;
         engine.abandon_forward()?;

@@ -60,7 +60,15 @@ pub struct ShardedOptimizer {
 
 impl ShardedOptimizer {
     pub(crate) fn new<O: Into<ModuleOptimizer>>(optimizer: O, config: &Config) -> Result<Self, Error> {
-        let inner = optimizer.into();
+        let inner: ModuleOptimizer = optimizer.into();
+        if !inner.to_record().is_empty() {
+            return Err(Error::Misuse {
+                problem:
+                    "the optimizer has state already, of whole parameters, from which this rank's blocks cannot go on"
+                        .into(),
+                remedy: "give it without state, and go on from a checkpoint with `ShardedModel::load`",
+            });
+        }
         let splits = config.stage.shards_optimizer() && config.resolved_mesh().size(Axis::Shard) > 1;
         if let (true, Some(GradientClipping::Norm(threshold))) = (splits, inner.grad_clipping()) {
             return Err(Error::NormClipping { threshold: *threshold });

@@ -4,8 +4,9 @@
 //! Between two steps nothing computes beside the communication of what forward uses first: its gradients are the last to
 //! come, then they are reduced, the optimizer steps, the new blocks are gathered, and the next forward waits for them. So a
 //! large first unit is divided into parts, each a unit of its own: while one part is computed, stepped or gathered, another
-//! is reduced, and the next forward waits for the first part alone. All parts are gathered ahead together and freed
-//! together, so that a model which goes back and forth between them gathers nothing twice.
+//! is reduced, and the next forward waits for the first part alone. All parts are gathered together, each as a message of
+//! its own, whichever of them is asked for: so the ranks' gathers meet where one leaves out a part, and a model which goes
+//! back and forth between parts gathers nothing twice.
 //!
 //! That costs a few messages more in each step, which is why only one unit is divided, and only a large one.
 

@@ -85,7 +85,9 @@ impl<'a> PlanMemory<'a> {
         let sum = |of: &dyn Fn(usize, &PlannedParam) -> u64| all().map(|(param, spec)| of(param, spec)).sum::<u64>();
         let parameter_bytes = sum(&|param, spec| self.stored_bytes(plan, param, spec));
         let gradient_bytes = sum(&|param, spec| self.gradient_bytes(plan, param, spec));
-        let optimizer_bytes = sum(&|param, spec| self.state_bytes(plan, param, spec));
+        let state_bytes = sum(&|param, spec| self.state_bytes(param, spec));
+        // Masters beside whole parameters stay in memory.
+        let master_bytes = sum(&|param, spec| self.master_bytes(plan, param, spec));
         let rest = TierModel::rest;
         // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
         let waits_whole = plan.stage() == Stage::OptimizerState || self.accumulate == Accumulate::Local;
@@ -93,7 +95,7 @@ impl<'a> PlanMemory<'a> {
         MemoryEstimate {
             parameter_bytes: rest(parameter_bytes, self.tiers.parameters),
             gradient_bytes: rest(gradient_bytes, gradients_away),
-            optimizer_bytes: rest(optimizer_bytes, self.tiers.optimizer),
+            optimizer_bytes: rest(state_bytes, self.tiers.optimizer) + master_bytes,
             gathered_bytes: self.gathered_bytes(plan),
             resharded_bytes: self.resharded_bytes(plan),
             in_flight_bytes: self.in_flight_bytes(plan),
@@ -162,17 +164,21 @@ impl<'a> PlanMemory<'a> {
         }
     }
 
-    /// What the optimizer keeps, and masters beside whole parameters.
-    fn state_bytes(&self, plan: &Plan, param: usize, spec: &PlannedParam) -> u64 {
-        let bytes = self.stepped_len(spec) * self.master[param].size_bytes() as u64;
+    /// What the optimizer keeps.
+    fn state_bytes(&self, param: usize, spec: &PlannedParam) -> u64 {
         let state = if spec.trainable { self.optimizer.state_elements_per_parameter() } else { 0 };
-        let master = match (self.has_master(plan, param, spec), spec.trainable || spec.is_split()) {
+        self.stepped_len(spec) * self.master[param].size_bytes() as u64 * state
+    }
+
+    /// What the optimizer steps, beside a whole parameter.
+    fn master_bytes(&self, plan: &Plan, param: usize, spec: &PlannedParam) -> u64 {
+        let bytes = self.stepped_len(spec) * self.master[param].size_bytes() as u64;
+        match (self.has_master(plan, param, spec), spec.trainable || spec.is_split()) {
             (false, _) => 0,
             (true, true) => bytes,
             // As rank 0 has sent it.
             (true, false) => self.shared(bytes, plan.mesh().world_size()),
-        };
-        bytes * state + master
+        }
     }
 
     /// Units that are gathered at once, at most.
@@ -232,7 +238,7 @@ impl<'a> PlanMemory<'a> {
         self.tiers.step_bytes(
             largest(&|param, spec| self.stored_bytes(plan, param, spec)),
             largest(&|param, spec| self.gradient_bytes(plan, param, spec)),
-            largest(&|param, spec| self.state_bytes(plan, param, spec)),
+            largest(&|param, spec| self.state_bytes(param, spec)),
         )
     }
 

@@ -451,6 +451,11 @@ impl Schedule {
                 }
             }
         }
+        // All its parts: a rank may leave out one that others use.
+        if matches!(self.units[unit].state, UnitState::Sharded | UnitState::Resharded) {
+            let parts = self.parts(unit);
+            self.gather_ahead(&parts, &mut actions);
+        }
         self.gather_ahead(window, &mut actions);
         if let Some(next) = next.filter(|&next| self.units[next].state == UnitState::Sharded) {
             self.fetch_blocks(next, &mut actions);
@@ -488,6 +493,10 @@ impl Schedule {
     /// The pass goes on without `unit`.
     fn leave(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
         let keeps_block = self.reshards && matches!(self.pass, Pass::Forward { .. });
+        // A part that this rank has not used is left like one that it has.
+        if keeps_block && self.parts(unit).len() > 1 && self.units[unit].state.arrived().is_ok() {
+            actions.push(Action::WaitGather(unit));
+        }
         if keeps_block && self.units[unit].state.reshard().is_ok() {
             actions.push(Action::Reshard(unit));
         } else if self.units[unit].state != UnitState::Resharded {
@@ -498,6 +507,15 @@ impl Schedule {
     /// Whether both are parts of one whole, or the same.
     fn are_parts(&self, one: UnitIndex, other: UnitIndex) -> bool {
         self.units[one].whole == self.units[other].whole
+    }
+
+    /// The parts of the whole that `unit` is a part of, in the order in which all ranks gather them.
+    fn parts(&self, unit: UnitIndex) -> Vec<UnitIndex> {
+        let mut parts: Vec<_> = (0..self.units.len()).filter(|&other| self.are_parts(unit, other)).collect();
+        if matches!(self.pass, Pass::Backward { .. }) {
+            parts.reverse();
+        }
+        parts
     }
 
     fn free(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {

@@ -128,8 +128,12 @@ impl Engine {
     }
 
     pub(super) fn fetch_blocks(&self, state: &mut State, unit: UnitIndex) {
+        self.fetch_blocks_of(state, self.plan.units()[unit].params.iter().copied());
+    }
+
+    fn fetch_blocks_of(&self, state: &mut State, params: impl Iterator<Item = usize>) {
         let Some(tier) = self.offload.tier() else { return };
-        for &param in &self.plan.units()[unit].params {
+        for param in params {
             let is_away = state.stored[param].is_empty() && state.tiers.reading_blocks[param].is_none();
             if let (true, Some(slot)) = (is_away, state.tiers.block_slots[param]) {
                 state.tiers.reading_blocks[param] = Some(tier.read(slot));
@@ -145,9 +149,8 @@ impl Engine {
 
     pub(super) fn fetch_state(&self, state: &mut State, unit: UnitIndex) {
         self.fetch_gradients(state, unit);
-        if self.trainable(unit).next().is_some() {
-            self.fetch_blocks(state, unit);
-        }
+        // A frozen block is not stepped.
+        self.fetch_blocks_of(state, self.trainable(unit).map(|(param, _)| param));
     }
 
     /// Starts to write the blocks that a step has changed.

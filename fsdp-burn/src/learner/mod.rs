@@ -14,8 +14,8 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn_train::{
     Learner, LearnerModel, LearningResult, SupervisedLearningStrategy, SupervisedTraining,
     SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingStrategy, ValidLoader,
@@ -252,7 +252,7 @@ impl OnRanks {
             };
             let mut sharded = rank.shard(model)?;
             check_all_managed(&sharded)?;
-            let mut stepping = rank.optimizer(optimizer.clone())?;
+            let mut stepping = rank.optimizer(optimizer.clone().load_record(OptimizerRecord::default()))?;
             records::load(&mut stepping, &sharded, &optimizer_state)?;
             let reporter = if rank.is_main() { take(&reporter) } else { None };
             let mut worker = Worker {

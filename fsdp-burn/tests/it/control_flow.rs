@@ -7,7 +7,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{Config, Rank, Stage, TrainingConfig, launch};
 
-use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial, distance, rows};
+use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial, WideBranches, distance, rows};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar,
     sharded, share, start, weights,
@@ -24,6 +24,19 @@ fn a_parameter_with_a_gradient_on_some_ranks_only_counts_as_zero_on_the_others()
     assert_all_stages::<Branches>(&training, Optimizer::Sgd, &[2]);
     let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
     assert_all_stages::<Branches>(&training, Optimizer::Sgd, &[2]);
+}
+
+#[test]
+fn a_part_of_a_unit_that_some_ranks_leave_out_is_gathered_on_all() {
+    for (world_size, reshard_after_forward) in [(2, None), (4, Some(2))] {
+        let with = |stage: Stage, reshard_after_forward| {
+            let config = Config { reshard_after_forward, ..config(stage, world_size) };
+            sharded::<WideBranches>(&config, Optimizer::Sgd)
+        };
+        let ddp = with(Stage::Ddp, None);
+        let what = format!("on {world_size}, resharded to {reshard_after_forward:?}");
+        assert_parity(&what, &ddp, &with(Stage::Parameters, reshard_after_forward), Tolerance::EXACT);
+    }
 }
 
 #[test]

@@ -54,7 +54,11 @@ impl Schedule {
             }
             if !window.contains(&next) && !here(next) {
                 places -= usize::from(!is_part && !self.units[next].traits.keep);
-                window.push(next);
+                // Not for further parts: one may be freed already, by its last gradient.
+                match is_part {
+                    true => window.push(next),
+                    false => window.extend(self.parts(next)),
+                }
             }
         }
         window

@@ -400,17 +400,53 @@ impl Trial for Branches {
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
-        let x = self.trunk.main.forward(self.input.forward(rows(batch + 1, samples.clone(), 7, device)));
+        let x = self.trunk.forward(self.input.forward(rows(batch + 1, samples.clone(), 7, device)), samples.clone());
+        distance(self.output.forward(x), batch, samples, device)
+    }
+}
+
+impl Trunk {
+    /// `side` for samples of the first half of the batch only.
+    fn forward(&self, x: Tensor<2>, samples: Range<usize>) -> Tensor<2> {
+        let x = self.main.forward(x);
         let num_first = (BATCH / 2).clamp(samples.start, samples.end) - samples.start;
         let mut parts = Vec::new();
         if num_first > 0 {
             let first = x.clone().slice(0..num_first);
-            parts.push(first.clone() + relu(self.trunk.side.forward(first)));
+            parts.push(first.clone() + relu(self.side.forward(first)));
         }
         if num_first < samples.len() {
             parts.push(x.slice(num_first..samples.len()));
         }
-        distance(self.output.forward(Tensor::cat(parts, 0)), batch, samples, device)
+        Tensor::cat(parts, 0)
+    }
+}
+
+/// [`Branches`] with a trunk that is large enough to travel in parts, of which some ranks leave one out.
+#[derive(Module, Debug, Sharded)]
+pub(crate) struct WideBranches {
+    // Has the trunk's parameters needed in backward on all ranks.
+    #[shard(unit)]
+    input: Linear,
+    #[shard(unit)]
+    trunk: Trunk,
+    #[shard(unit)]
+    output: Linear,
+}
+
+const TRUNK: usize = 768;
+
+impl Trial for WideBranches {
+    fn build(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(TRUNK, to).init(device);
+        let input = LinearConfig::new(7, TRUNK).init(device);
+        Self { input, trunk: Trunk { main: linear(TRUNK), side: linear(TRUNK) }, output: linear(3) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = self.input.forward(rows(batch + 1, samples.clone(), 7, device));
+        let x = self.trunk.forward(x, samples.clone());
+        distance(self.output.forward(x), batch, samples, device)
     }
 }
 

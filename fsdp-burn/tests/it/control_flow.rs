@@ -7,11 +7,12 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{Config, Rank, Stage, TrainingConfig, launch};
 
-use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial, WideBranches, distance, rows};
+use crate::common::models::{Branches, ConvNet, Gpt, Masked, Mlp, Recurrent, Trial, distance, rows};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar,
     sharded, share, start, weights,
 };
+use crate::common::wide::WideBranches;
 use crate::parity::assert_all_stages;
 
 #[test]

@@ -2,11 +2,12 @@
 
 use fsdp_burn::{Accumulate, Config, PrefetchConfig, Stage, TrainingConfig, launch};
 
-use crate::common::models::{ConvNet, Gpt, Mlp, Recurrent, Trial, Wide};
+use crate::common::models::{ConvNet, Gpt, Mlp, Recurrent, Trial};
 use crate::common::run::{
     Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain, plain_for, scalar, sharded,
     sharded_for, share, start_on, weights,
 };
+use crate::common::wide::Wide;
 
 const WORLD_SIZES: [usize; 4] = [1, 2, 3, 5];
 

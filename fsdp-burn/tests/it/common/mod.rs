@@ -6,3 +6,4 @@ pub(crate) mod models;
 pub(crate) mod process;
 pub(crate) mod processes;
 pub(crate) mod run;
+pub(crate) mod wide;

@@ -15,7 +15,7 @@ const DEFAULT_PATH: &str = "/nvme/run";
 #[derive(Args)]
 #[command(next_help_heading = "Offload")]
 pub(crate) struct TierArgs {
-    /// What lies elsewhere between its uses, in place of the configuration's [offload], such as optimizer=nvme,parameters=cpu
+    /// What lies elsewhere between its uses, in place of the configuration's section offload, such as optimizer=nvme,parameters=cpu
     /// or optimizer=nvme:0.8 for a share
     #[arg(long, value_name = "PART=TIER", value_parser = parse_offload, value_delimiter = ',')]
     offload: Vec<Offload>,

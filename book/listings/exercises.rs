@@ -6,7 +6,7 @@ use fsdp_core::{
 };
 
 use crate::output::assert_numbers;
-use crate::planned::{bf16, grouped, h100_flops, half_job, link, memory, run, sent_len};
+use crate::planned::{bf16, h100_flops, half_job, link, memory, run, sent_len};
 
 fn state(num_parameters: u64, num_ranks: u64, precision: ComputePrecision) -> [u64; 4] {
     let model = |stage| MemoryModel { precision, ..memory(stage, num_parameters, 40, num_ranks) };
@@ -33,7 +33,7 @@ fn memory_numbers() -> Vec<(&'static str, Vec<String>)> {
         (
             "3. The least number of ranks",
             vec![
-                grouped(state_70 / 1_000_000_000),
+                fsdp_core::grouped(state_70 / 1_000_000_000),
                 (usable / 1_000_000_000).to_string(),
                 min_ranks(state_70, usable).unwrap().to_string(),
             ],
@@ -75,10 +75,10 @@ fn traffic_numbers() -> Vec<(&'static str, Vec<String>)> {
         (
             "6. Count the passes",
             vec![
-                grouped(sent(Stage::Ddp, &twelve)),
-                grouped(sent(Stage::Parameters, &twelve)),
+                fsdp_core::grouped(sent(Stage::Ddp, &twelve)),
+                fsdp_core::grouped(sent(Stage::Parameters, &twelve)),
                 format!("{:.3}", sent(Stage::Parameters, &twelve) as f64 / sent(Stage::Ddp, &twelve) as f64),
-                grouped(sent(Stage::Parameters, &kept)),
+                fsdp_core::grouped(sent(Stage::Parameters, &kept)),
                 format!("{:.3}", sent(Stage::Parameters, &kept) as f64 / sent(Stage::Ddp, &kept) as f64),
             ],
         ),

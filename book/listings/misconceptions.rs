@@ -7,7 +7,7 @@ use fsdp_core::{
 };
 
 use crate::output::{assert_numbers, assert_shown};
-use crate::planned::{bf16, grouped, half_job, memory, run, sent_len};
+use crate::planned::{bf16, half_job, memory, run, sent_len};
 
 const SEVEN_BILLION: u64 = 7_000_000_000;
 
@@ -17,7 +17,7 @@ fn traffic() -> [(&'static str, Vec<String>); 2] {
     let ratio = |num_units| {
         sent_len(Stage::Parameters, 8000, num_units, 8) as f64 / sent_len(Stage::Ddp, 8000, num_units, 8) as f64
     };
-    let sent = Stage::ALL.map(|stage| grouped(sent_len(stage, 8000, 12, 8)));
+    let sent = Stage::ALL.map(|stage| fsdp_core::grouped(sent_len(stage, 8000, 12, 8)));
     assert_eq!((&sent[0], &sent[0]), (&sent[1], &sent[2]));
     [
         (
@@ -240,7 +240,7 @@ fn unit_sizes() -> String {
             "{num_units:<8}{:>9.1} ms{:>11.1} ms{:>12}{:>16}\n",
             1e3 * report.step_s,
             1e3 * report.exposed_s,
-            grouped(report.traffic.num_messages),
+            fsdp_core::grouped(report.traffic.num_messages),
             human_bytes(held)
         );
     }

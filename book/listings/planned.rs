@@ -52,17 +52,6 @@ pub(crate) fn sent_len(stage: Stage, unit_len: u64, num_units: usize, num_ranks:
     TrafficModel::new(stage, num_ranks).step(&vec![UnitTraffic::even(unit_len, num_ranks); num_units]).sent_len
 }
 
-/// Thousands apart: 1,234,567.
-pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let from_end = digits.len() - 1;
-    let apart = |(index, digit): (usize, char)| {
-        let comma = (index < from_end && (from_end - index).is_multiple_of(3)).then_some(',');
-        [Some(digit), comma]
-    };
-    digits.chars().enumerate().flat_map(apart).flatten().collect()
-}
-
 /// The nearest bfloat16, ties to even: what storing in it does to a finite number.
 pub(crate) fn bf16(value: f32) -> f32 {
     let bits = value.to_bits();

@@ -15,15 +15,7 @@ pub(crate) fn about_ms(seconds: f64) -> String {
 
 /// A size that was counted, with a comma before each three digits.
 pub(crate) fn grouped(number: impl TryInto<u64>) -> String {
-    let digits = number.try_into().unwrap_or(u64::MAX).to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    fsdp_core::grouped(number.try_into().unwrap_or(u64::MAX))
 }
 
 /// A bar of one character for each `unit`.

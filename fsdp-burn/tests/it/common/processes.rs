@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::process;
+
 /// The processes of a run. Whatever is left of them ends with it.
 pub(crate) struct Processes {
     children: Vec<Child>,
@@ -29,8 +31,8 @@ impl Processes {
     ) -> Self {
         let port = free_port();
         let child = |rank: usize| {
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            command.args(["--exact", test, "--nocapture"]).envs(set.iter().map(|(name, value)| (name, value)));
+            let mut command = process::child(test);
+            command.envs(set.iter().map(|(name, value)| (name, value)));
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", world_size.to_string());
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", world_size.to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port_of(rank, port).to_string());

@@ -259,13 +259,15 @@ fn beside_training(rank: &Rank, args: &Args, root: &Path) -> Result<Vec<Backgrou
                 break saved;
             }
         };
-        // As many steps alone after it; the middle of both sides stands for a step alone, whatever the machine does meanwhile.
+        // As many steps alone after it. Both sides' mean stands for a step alone: a median would leave out of it what a noisy
+        // machine adds to the steps beside the save.
         num_alone = meanwhile.len().clamp(4, 20);
         for _ in 0..num_alone {
             alone.push(step(&mut model, &mut optim)?);
         }
         let num_steps = meanwhile.len();
-        let delay_s = call_s + meanwhile.iter().sum::<f64>() - num_steps as f64 * median(&alone);
+        let delay_s =
+            call_s + meanwhile.iter().sum::<f64>() - num_steps as f64 * alone.iter().sum::<f64>() / alone.len() as f64;
         measured.push(Background { call_s, duration_s: call_s + saved.took.as_secs_f64(), num_steps, delay_s });
     }
     Ok(measured)
@@ -296,5 +298,7 @@ fn print(results: &Results) {
         println!("{call_s:>8.3} {duration_s:>10.2} {num_steps:>6} {delay_s:>8.3} {share:>11.1}%");
     }
     let shares: Vec<f64> = results.background.iter().map(|b| 100.0 * b.delay_s / b.duration_s).collect();
-    println!("median of duration: {:.1}%", median(&shares));
+    let sum = |of: fn(&Background) -> f64| results.background.iter().map(of).sum::<f64>();
+    let of_all = 100.0 * sum(|save| save.delay_s) / sum(|save| save.duration_s);
+    println!("of duration: {:.1}% in the median, {of_all:.1}% of all saves together", median(&shares));
 }

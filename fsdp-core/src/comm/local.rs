@@ -13,6 +13,7 @@ use bytes::Bytes;
 
 use super::call::{Call, CallPart};
 use super::check::Member;
+use super::past_cache::Store;
 use super::pool::Pool;
 use super::shared::SharedTensors;
 use super::sum::write_sum;
@@ -230,10 +231,11 @@ impl LocalRank {
             Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
             None => visit.output(),
         };
+        let store = Store::of(parts.iter().map(|part| part.full.len()).sum());
         output.fill(self.rank, |part, elements, target| {
             let dtype = parts[part].dtype;
             let bytes = elements.start * dtype.size_bytes()..elements.end * dtype.size_bytes();
-            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, target)
+            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, store, target)
         });
         if shared {
             visit.wait_for_output()?;
@@ -277,7 +279,7 @@ impl Communicator for LocalRank {
         let output = visit.output();
         // A rank copies its blocks as soon as it arrives, while others may be on their way.
         let mut copied = (0, 0);
-        output.fill(self.rank, |part, _, target| {
+        output.fill_runs(self.rank, |part, _, target| {
             let start = if copied.0 == part { copied.1 } else { 0 };
             copied = (part, start + target.len());
             target.write_copy_of_slice(&parts[part].shard[start..copied.1])
@@ -317,7 +319,7 @@ impl Communicator for LocalRank {
         let visit = self.arrive(call, full.into_iter().collect(), false)?;
         let full = visit.wait_for_inputs()?[root][0].clone();
         let block = Arc::new(SharedTensors::block(self.rank, [(layout.clone(), elem_bytes)]));
-        block.fill(self.rank, |_, elements, target| {
+        block.fill_runs(self.rank, |_, elements, target| {
             target.write_copy_of_slice(&full[elements.start * elem_bytes..elements.end * elem_bytes])
         });
         Ok(block.views().remove(0))

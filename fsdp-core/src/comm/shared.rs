@@ -16,11 +16,16 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
+use super::past_cache;
 use super::pool::{Block, Pool};
 use crate::ShardLayout;
 
-/// Largest piece that is filled at once: it stays in the first-level cache while the ranks' values are added.
+/// Largest piece of a sum that is filled at once: it stays in the first-level cache while the ranks' values are added.
 pub(crate) const PIECE_BYTES: usize = 8 * 1024;
+
+/// Most bytes of a piece that is copied: all that lie side by side, so that the library's copy sees how much it is, and
+/// writes past the caches what would not fit into them.
+pub(crate) const WHOLE_RUNS: usize = usize::MAX;
 
 /// The tensors of one operation, written by all ranks, then read by all.
 #[derive(Debug)]
@@ -96,15 +101,36 @@ impl SharedTensors {
         let Ok(()) = done;
     }
 
+    /// As [`SharedTensors::fill`], for copies: in pieces as large as can be.
+    ///
+    /// # Panics
+    /// As [`SharedTensors::fill`].
+    pub(crate) fn fill_runs<F>(&self, rank: usize, mut fill: F)
+    where
+        F: for<'a> FnMut(usize, Range<usize>, &'a mut [MaybeUninit<u8>]) -> &'a mut [u8],
+    {
+        let done: Result<(), Infallible> =
+            self.fill_pieces(rank, WHOLE_RUNS, |tensor, elements, target| Ok(fill(tensor, elements, target)));
+        let Ok(()) = done;
+    }
+
     /// As [`SharedTensors::fill`]. After an error the rank has not filled, and there will be no view.
-    pub(crate) fn try_fill<E, F>(&self, rank: usize, mut fill: F) -> Result<(), E>
+    pub(crate) fn try_fill<E, F>(&self, rank: usize, fill: F) -> Result<(), E>
+    where
+        F: for<'a> FnMut(usize, Range<usize>, &'a mut [MaybeUninit<u8>]) -> Result<&'a mut [u8], E>,
+    {
+        self.fill_pieces(rank, PIECE_BYTES, fill)
+    }
+
+    fn fill_pieces<E, F>(&self, rank: usize, most_bytes: usize, mut fill: F) -> Result<(), E>
     where
         F: for<'a> FnMut(usize, Range<usize>, &'a mut [MaybeUninit<u8>]) -> Result<&'a mut [u8], E>,
     {
         assert!(self.owner.is_none_or(|owner| owner == rank), "a block is filled by its rank");
         assert!(!self.begun[rank].swap(true, Ordering::Relaxed), "a rank fills its blocks once");
         let (mut current, mut num_filled) = (0, 0);
-        for piece in pieces(self.tensors.iter().map(|tensor| (tensor.layout.clone(), tensor.elem_bytes)), rank) {
+        let tensors = self.tensors.iter().map(|tensor| (tensor.layout.clone(), tensor.elem_bytes));
+        for piece in pieces(tensors, rank, most_bytes) {
             if piece.tensor != current {
                 (current, num_filled) = (piece.tensor, 0);
             }
@@ -128,6 +154,7 @@ impl SharedTensors {
                 "`fill` returns what it was given"
             );
         }
+        past_cache::fence();
         self.filled.fetch_add(1, Ordering::Release);
         Ok(())
     }
@@ -152,20 +179,20 @@ pub(crate) struct Piece {
     pub(crate) elements: Range<usize>,
     /// Where they begin in the whole tensor.
     pub(crate) first_byte: usize,
-    /// At most [`PIECE_BYTES`].
     pub(crate) num_bytes: usize,
 }
 
-/// What `rank` owns of tensors that are given by layout and element size, tensor by tensor, in the order of its blocks.
-pub(crate) fn pieces<T>(tensors: T, rank: usize) -> impl Iterator<Item = Piece> + use<T>
+/// What `rank` owns of tensors that are given by layout and element size, tensor by tensor, in the order of its blocks, in
+/// pieces of at most so many bytes.
+pub(crate) fn pieces<T>(tensors: T, rank: usize, most_bytes: usize) -> impl Iterator<Item = Piece> + use<T>
 where
     T: IntoIterator<Item = (ShardLayout, usize)>,
 {
     tensors.into_iter().enumerate().flat_map(move |(tensor, (layout, elem_bytes))| {
-        let piece_len = (PIECE_BYTES / elem_bytes.max(1)).max(1);
+        let piece_len = (most_bytes / elem_bytes.max(1)).max(1);
         layout.runs(rank).flat_map(move |run| {
             run.clone().step_by(piece_len).map(move |start| {
-                let elements = start..(start + piece_len).min(run.end);
+                let elements = start..start + piece_len.min(run.end - start);
                 let num_bytes = elements.len() * elem_bytes;
                 Piece { tensor, first_byte: start * elem_bytes, num_bytes, elements }
             })

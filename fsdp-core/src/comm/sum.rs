@@ -9,6 +9,7 @@ use half::{bf16, f16};
 use crate::Dtype;
 
 use super::Reduce;
+use super::past_cache::Store;
 use super::shared::PIECE_BYTES;
 
 /// Writes `scale * ((s0 + s1) + s2 ...)` over `target` and returns it, initialised. Two-byte types are added and scaled in
@@ -20,13 +21,14 @@ pub(crate) fn write_sum<'a, 's>(
     dtype: Dtype,
     sources: impl Iterator<Item = &'s [u8]>,
     reduce: Reduce,
+    store: Store,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
     match dtype {
-        Dtype::Bf16 => write_half_sum_of::<bf16>(sources, reduce.scale as f32, target),
-        Dtype::F16 => write_half_sum_of::<f16>(sources, reduce.scale as f32, target),
-        Dtype::F32 => write_sum_of::<f32, 4, { PIECE_BYTES / 4 }>(sources, reduce.scale as f32, target),
-        Dtype::F64 => write_sum_of::<f64, 8, { PIECE_BYTES / 8 }>(sources, reduce.scale, target),
+        Dtype::Bf16 => write_half_sum_of::<bf16>(sources, reduce.scale as f32, store, target),
+        Dtype::F16 => write_half_sum_of::<f16>(sources, reduce.scale as f32, store, target),
+        Dtype::F32 => write_sum_of::<f32, 4, { PIECE_BYTES / 4 }>(sources, reduce.scale as f32, store, target),
+        Dtype::F64 => write_sum_of::<f64, 8, { PIECE_BYTES / 8 }>(sources, reduce.scale, store, target),
     }
 }
 
@@ -58,6 +60,7 @@ impl Element<8> for f64 {
 fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: usize>(
     mut sources: impl Iterator<Item = &'s [u8]>,
     scale: T,
+    store: Store,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
     let mut next = || sources.next().map(|source| elements::<BYTES>(source, target.len()));
@@ -91,7 +94,7 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
             }
         }
     }
-    target.write_copy_of_slice(sums.as_flattened())
+    store.copy(sums.as_flattened(), target)
 }
 
 /// A type of two bytes.
@@ -126,6 +129,7 @@ const HALVES: usize = PIECE_BYTES / 2;
 fn write_half_sum_of<'a, 's, T: Half>(
     mut sources: impl Iterator<Item = &'s [u8]>,
     scale: f32,
+    store: Store,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8]
 where
@@ -148,7 +152,7 @@ where
     halves.convert_from_f32_slice(sums);
     let mut bytes = [[0; 2]; HALVES];
     bytes.iter_mut().zip(halves.iter()).for_each(|(bytes, half)| *bytes = half.to_bytes());
-    target.write_copy_of_slice(bytes[..len].as_flattened())
+    store.copy(bytes[..len].as_flattened(), target)
 }
 
 fn elements<const BYTES: usize>(source: &[u8], expected_bytes: usize) -> &[[u8; BYTES]] {
@@ -165,7 +169,7 @@ mod tests {
             sources.iter().map(|values| values.iter().flat_map(|v| v.to_ne_bytes()).collect()).collect();
         let mut target = vec![MaybeUninit::uninit(); bytes[0].len()];
         let reduce = Reduce { scale };
-        let written = write_sum(Dtype::F32, bytes.iter().map(Vec::as_slice), reduce, &mut target);
+        let written = write_sum(Dtype::F32, bytes.iter().map(Vec::as_slice), reduce, Store::Cached, &mut target);
         written.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect()
     }
 
@@ -191,7 +195,8 @@ mod tests {
     fn sum_halves<T: Half>(dtype: Dtype, sources: &[T], scale: f64) -> T {
         let bytes: Vec<[u8; 2]> = sources.iter().map(|value| value.to_bytes()).collect();
         let mut target = vec![MaybeUninit::uninit(); 2];
-        let written = write_sum(dtype, bytes.iter().map(<[u8; 2]>::as_slice), Reduce { scale }, &mut target);
+        let written =
+            write_sum(dtype, bytes.iter().map(<[u8; 2]>::as_slice), Reduce { scale }, Store::Streamed, &mut target);
         T::from_bytes([written[0], written[1]])
     }
 

@@ -20,6 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::comm::call::{Call, CallPart};
 use crate::comm::check::Member;
+use crate::comm::past_cache::Store;
 use crate::comm::shared::SharedTensors;
 use crate::comm::sum::write_sum;
 use crate::{
@@ -157,7 +158,13 @@ impl SocketRank {
             let start = if added.0 == part { added.1 } else { 0 };
             added = (part, start + target.len());
             let range = start..added.1;
-            write_sum(parts[part].dtype, sources.iter().map(|blocks| &blocks[part][range.clone()]), reduce, target)
+            write_sum(
+                parts[part].dtype,
+                sources.iter().map(|blocks| &blocks[part][range.clone()]),
+                reduce,
+                Store::Cached,
+                target,
+            )
         });
         Ok(Arc::new(block))
     }
@@ -176,7 +183,7 @@ impl SocketRank {
                 None => own.to_vec(),
             };
             let mut copied = (0, 0);
-            whole.fill(rank, |part, _, target| {
+            whole.fill_runs(rank, |part, _, target| {
                 let start = if copied.0 == part { copied.1 } else { 0 };
                 copied = (part, start + target.len());
                 target.write_copy_of_slice(&blocks[part][start..copied.1])

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::super::CommError;
-use super::super::shared::pieces;
+use super::super::shared::{PIECE_BYTES, WHOLE_RUNS, pieces};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
@@ -25,7 +25,16 @@ pub(super) type Fill<'f> =
 impl Output {
     /// Fills the blocks of `rank`, a number of the domain.
     pub(super) fn fill(&self, rank: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
-        for piece in pieces(self.tensors.iter().cloned(), rank) {
+        self.fill_pieces(rank, PIECE_BYTES, fill)
+    }
+
+    /// The same for copies, in pieces as large as can be.
+    pub(super) fn fill_runs(&self, rank: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
+        self.fill_pieces(rank, WHOLE_RUNS, fill)
+    }
+
+    fn fill_pieces(&self, rank: usize, most_bytes: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
+        for piece in pieces(self.tensors.iter().cloned(), rank, most_bytes) {
             let held = &self.held[piece.tensor];
             assert!(piece.first_byte + piece.num_bytes <= held.len(), "a run lies in its tensor");
             // SAFETY: Blocks of different ranks are disjoint, each is filled by its own rank, once, and nobody reads before

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 
 use super::super::call::{Call, CallPart};
+use super::super::past_cache::Store;
 use super::super::shared::SharedTensors;
 use super::super::sum::write_sum;
 use super::super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
@@ -308,7 +309,7 @@ impl HostRank {
                 Some(local) => rounds.window(local, at, len),
                 None => &remote[&rank][done..done + len],
             };
-            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, target);
+            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, Store::Cached, target);
             done += len;
             Ok(written)
         })?;
@@ -343,7 +344,7 @@ impl Communicator for HostRank {
         let call = Call::new(OpKind::AllGather, tag).gather(parts);
         let fill = |_: &mut State, _: &Op, output: &Output| {
             let mut copied = (0, 0);
-            output.fill(self.domain.rank, &mut |part, _, target| {
+            output.fill_runs(self.domain.rank, &mut |part, _, target| {
                 let start = if copied.0 == part { copied.1 } else { 0 };
                 copied = (part, start + target.len());
                 Ok(target.write_copy_of_slice(&parts[part].shard[start..copied.1]))
@@ -456,7 +457,7 @@ impl Communicator for HostRank {
             domain.send(&op, to, Stage::Data, Vec::new(), Some(payload));
         }
         self.meet(&op)?;
-        block.fill(domain.rank, |_, elements, target| target.write_copy_of_slice(&full[span_of(elements)]));
+        block.fill_runs(domain.rank, |_, elements, target| target.write_copy_of_slice(&full[span_of(elements)]));
         Ok(block.views().remove(0))
     }
 
@@ -535,7 +536,7 @@ impl HostRank {
 
 fn fill_from(block: &SharedTensors, rank: usize, source: &[u8]) {
     let mut done = 0;
-    block.fill(rank, |_, _, target| {
+    block.fill_runs(rank, |_, _, target| {
         let from = &source[done..done + target.len()];
         done += target.len();
         target.write_copy_of_slice(from)

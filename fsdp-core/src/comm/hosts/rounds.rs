@@ -50,7 +50,7 @@ impl<'a> Rounds<'a> {
     pub(super) fn begin(domain: &'a Domain, parts: &'a [ReducePart], base: u64) -> Self {
         let tensors: Tensors = parts.iter().map(|part| (part.layout.clone(), part.dtype.size_bytes())).collect();
         let window = window_bytes(domain.locals.len()).0;
-        let of_rank = |rank: usize| pieces(tensors.clone(), rank);
+        let of_rank = |rank: usize| pieces(tensors.clone(), rank, PIECE_BYTES);
         let num_rounds = if domain.locals.len() == 1 {
             0
         } else {

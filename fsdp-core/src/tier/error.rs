@@ -68,7 +68,7 @@ pub enum TierError {
     },
     /// The file may not grow that far.
     #[error(
-        "{}: the file may not reach {} at offset {offset}: {source}; raise the limit on the size of files (`ulimit -f`), point \
+        "{}: the file may not grow by {} at offset {offset}: {source}; raise the limit on the size of files (`ulimit -f`), point \
          `nvme_path` under [offload] to a file system that has larger ones, or offload less", path.display(), human_bytes(*bytes)
     )]
     Limited {

@@ -4,6 +4,7 @@
 
 mod args;
 mod checkpoints;
+mod clock;
 mod data;
 mod digits;
 mod epochs;
@@ -19,6 +20,7 @@ mod tables;
 
 pub use args::Args;
 pub use checkpoints::Checkpoints;
+pub use clock::{Reading, StepClock, TypicalStep};
 pub use data::{Batch, Text};
 pub use digits::{Digit, DigitBatcher, Digits, SIDE, draw, in_steps};
 pub use epochs::EpochLines;

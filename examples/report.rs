@@ -5,7 +5,7 @@ use std::path::Path;
 use fsdp_burn::{Activations, Config, EngineStats, MemoryEstimate, TierStats};
 use serde::{Deserialize, Serialize};
 
-use crate::{Failure, GptConfig};
+use crate::{Failure, GptConfig, TypicalStep};
 
 /// A run. README.md describes the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -32,6 +32,10 @@ pub struct Report {
     pub process: ProcessMemory,
     /// Where a step's time went.
     pub step: StepMeans,
+    /// Processors that the ranks could run on.
+    pub num_cores: usize,
+    /// What a step of rank 0 took, as a rule; `fsdp bench --report` takes it from here.
+    pub typical: TypicalStep,
     /// Where the time went.
     pub wall: WallTimes,
     /// Generated text; bytes that are no UTF-8 are replaced.

@@ -18,9 +18,9 @@ use fsdp_burn::{
     Trace, Translated, human_bytes, launch_with,
 };
 use fsdp_examples::{
-    Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Report, Sampler, StepMeans,
-    StepNews, Text, WallTimes, activations, disk_table, give_memory_back_if_scarce, limit_memory, memory_table,
-    num_cores, plot_losses, resident_peak, settings, step_table, time_table,
+    Args, Checkpoints, DiskRow, Failure, Gpt, GptConfig, ProcessMemory, Progress, RankRow, Reading, Report, Sampler,
+    StepClock, StepMeans, StepNews, Text, TypicalStep, WallTimes, activations, disk_table, give_memory_back_if_scarce,
+    limit_memory, memory_table, num_cores, plot_losses, resident_peak, settings, step_table, time_table,
 };
 use peak_alloc::PeakAlloc;
 
@@ -62,6 +62,7 @@ struct Outcome {
     row: RankRow,
     /// Of all ranks.
     rows: Vec<RankRow>,
+    typical: TypicalStep,
     wall: WallTimes,
     peak_bytes: u64,
     resident_bytes: Option<u64>,
@@ -150,10 +151,10 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let progress = Progress::new(args.steps, args.quiet || !rank.is_main());
     let micro_batches = rank.config().training.gradient_accumulation;
     let mut losses = Vec::new();
-    let (mut waited_for_losses, mut optimizing_s) = (Duration::ZERO, 0.0);
+    let mut waited_for_losses = Duration::ZERO;
     model.reset_stats();
     rank.traffic().reset();
-    let started = Instant::now();
+    let (started, mut clock) = (Instant::now(), StepClock::start());
     for step in first..args.steps {
         let mut sum = 0.0;
         for micro_batch in step * micro_batches..(step + 1) * micro_batches {
@@ -162,13 +163,14 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
             let loss = model.loss(batch.inputs, batch.targets);
             sum += f64::from(loss.clone().into_scalar::<f32>());
             let gradients = model.backward(loss)?;
-            let (before, asked) = (stood_still_s(&model.stats()), Instant::now());
+            let (before, asked) = (stood_still_s(&model.stats()), Reading::now());
             optimizer.step(args.learning_rate(step), &mut model, gradients)?;
-            optimizing_s += asked.elapsed().as_secs_f64() - (stood_still_s(&model.stats()) - before);
+            clock.optimized(asked, stood_still_s(&model.stats()) - before);
         }
         let asked = Instant::now();
         losses.push(rank.mean(sum / micro_batches as f64)?);
         waited_for_losses += asked.elapsed();
+        clock.next();
 
         let elapsed_s = started.elapsed().as_secs_f64();
         progress.step(StepNews {
@@ -200,7 +202,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
         sent_bytes: traffic.sent_bytes,
         num_collectives: traffic.num_ops,
         computing_s: training_s - waiting_s,
-        optimizer_s: optimizing_s,
+        optimizer_s: clock.optimizer_s(),
         waiting_s,
         communication_s: stats.communication.as_secs_f64(),
         exposed_s,
@@ -215,7 +217,8 @@ fn train(rank: &Rank, job: &Job) -> Result<Outcome, Error> {
     let sampler = Sampler { num_bytes: args.sample, temperature: args.temperature, seed: args.seed };
     let sample = sampler.continue_text(&model.valid(), text.prompt(args.seed), args.sequence, &device.inner());
     let wall = WallTimes { setup_s, training_s, sampling_s: started.elapsed().as_secs_f64() };
-    Ok(Outcome { losses, num_parameters: model.num_params(), row, rows, wall, peak_bytes, resident_bytes, sample })
+    let (num_parameters, typical) = (model.num_params(), clock.typical());
+    Ok(Outcome { losses, num_parameters, row, rows, typical, wall, peak_bytes, resident_bytes, sample })
 }
 
 /// Refuses a run that will not fit, before it has taken the memory that it may have.
@@ -251,7 +254,8 @@ fn tokens_per_step(config: &Config, args: &Args) -> usize {
 }
 
 fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
-    let Outcome { losses, num_parameters, rows: ranks, wall, peak_bytes, resident_bytes, sample, .. } = &outcomes[0];
+    let Outcome { losses, num_parameters, rows: ranks, typical, wall, peak_bytes, resident_bytes, sample, .. } =
+        &outcomes[0];
     let tokens_per_step = tokens_per_step(config, &job.args);
     let of_process: Vec<_> = outcomes.iter().map(|outcome| outcome.row.clone()).collect();
     Report {
@@ -271,6 +275,8 @@ fn report(config: &Config, job: &Job, outcomes: &[Outcome]) -> Report {
             *resident_bytes,
         ),
         step: StepMeans::new(ranks, losses.len()),
+        num_cores: num_cores(),
+        typical: *typical,
         ranks: ranks.clone(),
         wall: *wall,
         sample: String::from_utf8_lossy(sample).into_owned(),

@@ -30,15 +30,15 @@ globalThis.fsdp ??= {};
     const rest = (bytes, isOnDisk) => (isOnDisk ? 0 : bytes);
 
     /**
-     * What a step holds of the largest unit's state, of which some is on a disk: of parameters the next, the old, the new
-     * and those being written; of gradients the next, those that are stepped, and their multiple; of optimizer state what
-     * is read for the next unit, what is being written of the last one, and twice what is stepped. Buffers for what is on
-     * its way lie in the memory of the host.
+     * What a step holds of the largest unit's state, of which some is on a disk: of parameters the next, the new, and those
+     * being written; of gradients the next, and, where no optimizer state is packed, those that are stepped; of optimizer
+     * state what is read for the next unit, what is being written of the last one, and twice what is stepped. Buffers for
+     * what is on its way lie in the memory of the host.
      */
-    const tierBytes = (offload, unitLen, bytes) =>
-        (offload.parameters ? 4 * bytes.parameter * unitLen : 0) +
-        (offload.gradients ? 3 * bytes.gradient * unitLen : 0) +
-        (offload.optimizer ? 4 * bytes.optimizer * unitLen : 0);
+    const tierBytes = (offload, unitLen, bytes, staying) =>
+        (offload.parameters ? 3 * bytes.parameter * unitLen : 0) +
+        (offload.gradients ? (offload.optimizer && bytes.optimizer > staying ? 1 : 2) * bytes.gradient * unitLen : 0) +
+        (offload.optimizer ? 4 * (bytes.optimizer - staying) * unitLen : 0);
 
     /**
      * What the first rank holds, which has the largest blocks.
@@ -61,14 +61,17 @@ globalThis.fsdp ??= {};
         const offload = { ...setting.offload, parameters: setting.offload.parameters && stage === 3 && ranks > 1 };
         // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
         const gradientsAway = offload.gradients && stage !== 1;
+        // Masters beside whole parameters stay in memory.
+        const staying = stage === 3 ? 0 : PRECISIONS[setting.precision].master;
         const unitLen = Math.ceil((largestLen * steppedLen) / Math.max(fullLen, 1));
         const estimate = {
             parameter_bytes: rest(bytes.parameter * (stage === 3 ? shardLen : fullLen), offload.parameters),
             gradient_bytes: rest(bytes.gradient * (stage >= 2 ? shardLen : fullLen), gradientsAway),
-            optimizer_bytes: rest(bytes.optimizer * steppedLen, offload.optimizer),
+            optimizer_bytes:
+                rest((bytes.optimizer - staying) * steppedLen, offload.optimizer) + staying * steppedLen,
             gathered_bytes: bytes.parameter * gatheredLen,
             reducing_bytes: bytes.gradient * inFlightLen,
-            tier_bytes: tierBytes(offload, unitLen, bytes),
+            tier_bytes: tierBytes(offload, unitLen, bytes, staying),
             activation_bytes: setting.activations,
         };
         estimate.state_bytes = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes;

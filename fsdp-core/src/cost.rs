@@ -238,6 +238,12 @@ impl Link {
         })
     }
 
+    /// The link with its latency and its time per byte multiplied.
+    #[must_use]
+    pub fn scaled(self, alpha: f64, beta: f64) -> Self {
+        Self { alpha_s: alpha * self.alpha_s, beta_s_per_byte: beta * self.beta_s_per_byte }
+    }
+
     /// Seconds for a message of `bytes`.
     pub fn message_s(&self, bytes: u64) -> f64 {
         self.alpha_s + self.beta_s_per_byte * bytes as f64

@@ -111,7 +111,7 @@ pub use net::{ControlChannel, Entrance, Member, Refusal, RendezvousError, Secret
 pub use plan::{ParamSpec, Plan, PlanError, PlanWarning, PlannedParam, ROOT_UNIT, Unit};
 pub use plan_memory::PlanMemory;
 pub use policy::{FieldRule, Role, UnitOverrides, WrapPolicy};
-pub use profile::{MeasuredStep, Profile, ProfileError, ProfileOptions};
+pub use profile::{MeasuredStep, Profile, ProfileError, ProfileOptions, WorkTime};
 pub use schedule::Schedule;
 pub use shape::{MOST_ELEMENTS, ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{

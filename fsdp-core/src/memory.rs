@@ -102,15 +102,22 @@ impl TierModel {
         (bytes as f64 * (1.0 - share.clamp(0.0, 1.0))).round() as u64
     }
 
-    /// What a step holds of the largest unit's state, whose bytes on this rank are given by kind: of optimizer state what
-    /// is read for the next unit, what is being written of the last one, and twice what is stepped, which is packed; of
-    /// gradients the next ones, those that are stepped, and their multiple; of parameters the next, the old, the new and
-    /// those being written.
-    pub(crate) fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64) -> u64 {
+    /// What a step holds of the largest unit's state, whose bytes on this rank are given by kind, where it holds most.
+    ///
+    /// With optimizer state on the disk that is when a unit has been stepped, and its state is packed to be written. Of the
+    /// next unit all has been read, and of the last one all but gradients is still being written. The unit's own old
+    /// parameters and gradients are gone; but its state is there twice, packed, and as it was read, which the tensors that
+    /// were stepped hold until they are packed. Without, most is held where a unit begins to step, with its gradients.
+    ///
+    /// `pooled` is one gathered unit where ranks share a process: they are not at the same unit at the same time, so the buffers
+    /// of gathers, which are kept to be used again, are those of one unit more than a rank gathers.
+    pub(crate) fn step_bytes(&self, parameters: u64, gradients: u64, optimizer: u64, pooled: u64) -> u64 {
         let of = |share: f64, bytes: u64, copies: u64| if share > 0.0 { copies * bytes } else { 0 };
-        let moving =
-            of(self.parameters, parameters, 4) + of(self.gradients, gradients, 3) + of(self.optimizer, optimizer, 4);
-        moving + if moving > 0 { self.buffer_bytes } else { 0 }
+        let num_gradients = if self.optimizer > 0.0 && optimizer > 0 { 1 } else { 2 };
+        let moving = of(self.parameters, parameters, 3)
+            + of(self.gradients, gradients, num_gradients)
+            + of(self.optimizer, optimizer, 4);
+        if moving > 0 { moving + self.buffer_bytes + pooled } else { 0 }
     }
 }
 
@@ -215,9 +222,19 @@ impl MemoryModel {
         self.estimate(full_len, shard_len)
     }
 
+    /// Bytes of the optimizer for each element: of what a disk takes where it takes all, and of what stays in memory. Masters
+    /// beside whole parameters do.
+    fn optimizer_bytes(&self) -> (u64, u64) {
+        let state_bytes = 4 * self.optimizer.state_elements_per_parameter();
+        match (self.stage.shards_parameters(), self.precision.master_bytes()) {
+            (true, master_bytes) => (state_bytes + master_bytes, 0),
+            (false, master_bytes) => (state_bytes, master_bytes),
+        }
+    }
+
     fn estimate(&self, full_len: u64, shard_len: u64) -> MemoryEstimate {
         let element_bytes = self.precision.element_bytes();
-        let optimizer_bytes = 4 * self.optimizer.state_elements_per_parameter() + self.precision.master_bytes();
+        let (moved_bytes, staying_bytes) = self.optimizer_bytes();
         let shared = |len: u64| len.div_ceil(self.ranks_per_process.max(1));
         let parameter_len = match self.stage {
             Stage::Ddp => full_len,
@@ -266,15 +283,24 @@ impl MemoryModel {
         // Of the largest unit, this rank's part.
         let unit_len = (self.largest_unit_len.max(self.kept_len) as f64 * stepped_len as f64 / full_len.max(1) as f64)
             .ceil() as u64;
-        let tier_bytes =
-            self.tiers.step_bytes(element_bytes * unit_len, element_bytes * unit_len, optimizer_bytes * unit_len);
+        let pooled_len = match gathers && self.ranks_per_process > 1 {
+            true => self.largest_unit_len.min(full_len).div_ceil(shared_among.max(1)),
+            false => 0,
+        };
+        let tier_bytes = self.tiers.step_bytes(
+            element_bytes * unit_len,
+            element_bytes * unit_len,
+            moved_bytes * unit_len,
+            element_bytes * pooled_len,
+        );
         // Whole gradients wait in memory for their reduction; only reduced ones lie elsewhere.
         let waits_whole = self.stage == Stage::OptimizerState || self.accumulate == Accumulate::Local;
         let gradients_away = if waits_whole { 0.0 } else { self.tiers.gradients };
         MemoryEstimate {
             parameter_bytes: TierModel::rest(element_bytes * parameter_len, self.tiers.parameters),
             gradient_bytes: TierModel::rest(element_bytes * gradient_len, gradients_away),
-            optimizer_bytes: TierModel::rest(optimizer_bytes * stepped_len, self.tiers.optimizer),
+            optimizer_bytes: TierModel::rest(moved_bytes * stepped_len, self.tiers.optimizer)
+                + staying_bytes * stepped_len,
             tier_bytes,
             gathered_bytes: element_bytes * gathered_len,
             resharded_bytes: element_bytes * resharded_len,
@@ -536,13 +562,28 @@ mod tests {
         let all = TierModel { parameters: 1.0, gradients: 1.0, optimizer: 1.0, buffer_bytes: 7 };
         let estimate = model(all).average();
         assert_eq!(estimate.state_bytes(), 0);
-        // Of 5 elements: 4 times the parameters, 3 times the gradients, 4 times the optimizer's state; and the buffers.
-        assert_eq!(estimate.tier_bytes, 5 * 4 * 4 + 5 * 4 * 3 + 5 * 8 * 4 + 7);
+        // Of 5 elements: 3 times the parameters, the next gradients, 4 times the optimizer's state; and the buffers.
+        assert_eq!(estimate.tier_bytes, 5 * 4 * 3 + 5 * 4 + 5 * 8 * 4 + 7);
+        // Where the state stays in memory, the gradients of the unit that steps too.
+        assert_eq!(model(TierModel { optimizer: 0.0, ..all }).average().tier_bytes, 5 * 4 * 3 + 5 * 4 * 2 + 7);
+        // Of two ranks of a process one is ahead: half of a gathered unit more for each.
+        let threads = MemoryModel { ranks_per_process: 2, ..model(all) }.average();
+        assert_eq!(threads.tier_bytes, estimate.tier_bytes + 5 * 4);
         let part = TierModel { optimizer: 0.75, buffer_bytes: 7, ..TierModel::default() };
         let estimate = model(part).average();
         assert_eq!((estimate.parameter_bytes, estimate.optimizer_bytes, estimate.tier_bytes), (160, 80, 5 * 8 * 4 + 7));
         assert_eq!(model(TierModel { buffer_bytes: 7, ..TierModel::default() }).average().tier_bytes, 0);
         assert!(estimate.to_string().contains("from the disk"));
+    }
+
+    #[test]
+    fn masters_beside_whole_parameters_stay_in_memory() {
+        let of = |stage| {
+            let precision = ComputePrecision::Mixed16;
+            let tiers = TierModel { optimizer: 1.0, ..TierModel::default() };
+            MemoryModel { stage, num_shards: 2, precision, tiers, ..MemoryModel::new(80) }.average().optimizer_bytes
+        };
+        assert_eq!(Stage::ALL.map(of), [4 * 80, 4 * 40, 4 * 40, 0]);
     }
 
     #[test]

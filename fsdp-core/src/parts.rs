@@ -10,6 +10,8 @@
 //!
 //! That costs a few messages more in each step, which is why only one unit is divided, and only a large one.
 
+use std::ops::Range;
+
 use crate::Plan;
 use crate::plan::Unit;
 
@@ -25,17 +27,16 @@ impl Plan {
     pub(crate) fn divide_first_unit(&mut self) {
         let parts = |unit: usize| {
             let is_gathered = self.unit_params(unit).any(|param| !self.is_resident(param));
-            let is_large = 4 * self.unit_len(unit) >= LARGE_UNIT_BYTES;
-            let divides = is_gathered && is_large && !self.units[unit].keep;
-            divides.then(|| self.parts_of(&self.units[unit].params)).filter(|parts| parts.len() > 1)
+            let lens: Vec<usize> = self.unit_params(unit).map(|param| param.layout.full_len()).collect();
+            (is_gathered && !self.units[unit].keep).then(|| parts(&lens)).flatten()
         };
         let Some((first, parts)) = (0..self.units.len()).find_map(|unit| parts(unit).map(|parts| (unit, parts))) else {
             return;
         };
         let (whole, num_parts) = (self.units[first].clone(), parts.len());
-        let part = |(index, params)| Unit {
-            name: format!("{} part {} of {num_parts}", whole.name, index + 1),
-            params,
+        let part = |(index, range): (usize, Range<usize>)| Unit {
+            name: name(&whole.name, index, num_parts),
+            params: whole.params[range].to_vec(),
             follows: index > 0,
             ..whole.clone()
         };
@@ -46,32 +47,40 @@ impl Plan {
             }
         }
     }
+}
 
-    /// Consecutive parameters, in parts of like size. Small parameters stay with the large one before them, as a bias with its
-    /// weight.
-    fn parts_of(&self, params: &[usize]) -> Vec<Vec<usize>> {
-        let len = |param: usize| self.params[param].layout.full_len();
-        let target = params.iter().map(|&param| len(param)).sum::<usize>() / NUM_PARTS;
-        let mut parts: Vec<Vec<usize>> = vec![Vec::new()];
-        let mut part_len = 0;
-        for &param in params {
-            let is_large = len(param) > target / 8;
-            let is_full = part_len > target / 2 && part_len + len(param) > target + target / 4;
-            if is_large && is_full {
-                parts.push(Vec::new());
-                part_len = 0;
-            }
-            parts.last_mut().unwrap_or_else(|| unreachable!("there is a part")).push(param);
-            part_len += len(param);
-        }
-        parts
+/// What a part is called.
+pub(crate) fn name(whole: &str, index: usize, num_parts: usize) -> String {
+    format!("{whole} part {} of {num_parts}", index + 1)
+}
+
+/// The parts of a unit whose parameters have so many elements; `None` if it stays whole. They are consecutive parameters, in
+/// parts of like size. Small parameters stay with the large one before them, as a bias with its weight.
+pub(crate) fn parts(lens: &[usize]) -> Option<Vec<Range<usize>>> {
+    let len = lens.iter().sum::<usize>();
+    if len < LARGE_UNIT_BYTES / 4 {
+        return None;
     }
+    let target = len / NUM_PARTS;
+    let mut parts = Vec::new();
+    let (mut start, mut part_len) = (0, 0);
+    for (index, &len) in lens.iter().enumerate() {
+        let is_large = len > target / 8;
+        let is_full = part_len > target / 2 && part_len + len > target + target / 4;
+        if is_large && is_full {
+            parts.push(start..index);
+            (start, part_len) = (index, 0);
+        }
+        part_len += len;
+    }
+    parts.push(start..lens.len());
+    (parts.len() > 1).then_some(parts)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{FieldRule, Mesh, ParamSpec, Stage, WrapPolicy};
+    use crate::{FieldRule, Mesh, ModelShape, ParamSpec, Stage, WrapPolicy};
 
     /// A transformer with the sizes of its matrices in `width`s.
     fn plan(width: usize, stage: Stage, num_shards: usize) -> Plan {
@@ -112,6 +121,21 @@ mod tests {
             assert!(plan.units()[param.unit].params.contains(&index), "{}", param.path);
         }
         assert_eq!(plan.largest_unit_len(false), 12 * 512 * 512 + 5 * 512, "parts count together");
+    }
+
+    #[test]
+    fn sizes_alone_are_divided_as_the_plan_is() {
+        for width in [128, 512] {
+            let whole = ModelShape::of(&plan(width, Stage::Gradients, 2));
+            let divided = ModelShape::of(&plan(width, Stage::Parameters, 2));
+            assert_eq!(whole.in_parts(), divided, "{width}");
+            assert_eq!(divided.clone().in_parts(), divided, "once");
+        }
+        let mut whole = ModelShape::of(&plan(512, Stage::Gradients, 2));
+        whole.units[1].flops_per_token = Some(1_000_003);
+        let parts = whole.in_parts().units.into_iter().skip(1).take(3);
+        let flops: Vec<u64> = parts.map(|part| part.flops_per_token.unwrap()).collect();
+        assert_eq!(flops.iter().sum::<u64>(), 1_000_003, "{flops:?}");
     }
 
     #[test]

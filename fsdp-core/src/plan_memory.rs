@@ -228,6 +228,13 @@ impl<'a> PlanMemory<'a> {
         (computed + whole(self.reduce).0).min(all.max(computed))
     }
 
+    /// A gathered unit, where ranks of a process are not at the same one.
+    fn pooled_bytes(&self, plan: &Plan) -> u64 {
+        let passing = self.gathered(plan).filter(|(parts, _)| !parts[0].keep && self.ranks_per_process > 1);
+        let among = self.reshard.unwrap_or(plan.mesh().size(Axis::Shard));
+        self.shared(passing.map(|(_, bytes)| bytes).max().unwrap_or(0), among)
+    }
+
     /// What of the largest unit passes through memory in a step.
     fn tier_bytes(&self, plan: &Plan) -> u64 {
         let largest = |of: &dyn Fn(usize, &PlannedParam) -> u64| {
@@ -239,6 +246,7 @@ impl<'a> PlanMemory<'a> {
             largest(&|param, spec| self.stored_bytes(plan, param, spec)),
             largest(&|param, spec| self.gradient_bytes(plan, param, spec)),
             largest(&|param, spec| self.state_bytes(param, spec)),
+            self.pooled_bytes(plan),
         )
     }
 

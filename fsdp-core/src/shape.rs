@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Plan, ShardLayout, UnitTraffic};
+use crate::{Plan, ShardLayout, UnitTraffic, parts};
 
 /// What a shape file calls itself.
 const FORMAT: &str = "fsdp-shape-1";
@@ -154,6 +155,39 @@ impl ModelShape {
             last = Some(unit);
         }
         Self::new(units.into_iter().map(|(unit, _)| unit).collect())
+    }
+
+    /// The model as a plan divides it at stage 3 on several ranks. One that is divided stays as it is.
+    #[must_use]
+    pub fn in_parts(mut self) -> Self {
+        let divided = |unit: &UnitShape| {
+            let is_gathered = unit.parameters.iter().any(|param| !param.replicate);
+            let lens: Vec<usize> = unit.parameters.iter().map(|param| param.shape.iter().product()).collect();
+            (is_gathered && !unit.keep).then(|| parts::parts(&lens)).flatten()
+        };
+        let is_whole = self.units.iter().all(|unit| !unit.follows);
+        let mut found = self.units.iter().enumerate().filter(|_| is_whole);
+        let Some((first, ranges)) = found.find_map(|(index, unit)| divided(unit).map(|ranges| (index, ranges))) else {
+            return self;
+        };
+        let (whole, num_parts) = (self.units[first].clone(), ranges.len());
+        let len = |range: Range<usize>| UnitShape::new("", whole.parameters[range].to_vec()).parameter_len();
+        // As much of the whole's work as a part has of its parameters.
+        let flops_before = |end: usize, flops: u64| {
+            (u128::from(flops) * u128::from(len(0..end)) / u128::from(whole.parameter_len().max(1))) as u64
+        };
+        let part = |(index, range): (usize, Range<usize>)| UnitShape {
+            name: parts::name(&whole.name, index, num_parts),
+            follows: index > 0,
+            flops_per_token: whole
+                .flops_per_token
+                .map(|flops| flops_before(range.end, flops) - flops_before(range.start, flops)),
+            parameters: whole.parameters[range].to_vec(),
+            ..whole.clone()
+        };
+        let parts: Vec<_> = ranges.into_iter().enumerate().map(part).collect();
+        self.units.splice(first..=first, parts);
+        self
     }
 
     /// The file's text.

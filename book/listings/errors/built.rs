@@ -96,6 +96,12 @@ fn tiers() -> Vec<Example> {
     let source = IoError::from(ErrorKind::PermissionDenied);
     let buffers = TierError::Buffers { buffer_bytes: 1 << 20, block_bytes: 1 << 20, needed_bytes: 2 << 20 };
     let full = TierError::Full { path: path(), offset: 1 << 30, bytes: 512 << 20, free_bytes: 100 << 20 };
+    let limited = TierError::Limited {
+        path: path(),
+        offset: 1 << 30,
+        bytes: 512 << 20,
+        source: IoError::from(ErrorKind::FileTooLarge),
+    };
     let timed_out = TierError::TimedOut { action: "read", path: path(), offset: 1 << 30, waited_s: 300.0 };
     let cut = TierError::ShortRead { path: path(), offset: 1 << 30, bytes: 1 << 20, missing_bytes: 4096 };
     vec![
@@ -103,6 +109,7 @@ fn tiers() -> Vec<Example> {
         of("TierError::InUse", TierError::InUse { path: path() }),
         of("TierError::Buffers", buffers),
         of("TierError::Full", full),
+        of("TierError::Limited", limited),
         of("TierError::TimedOut", timed_out),
         of("TierError::ShortRead", cut),
     ]

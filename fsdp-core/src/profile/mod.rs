@@ -13,10 +13,10 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, MeasuredLinks, OpTag, Phase, Reduce, ReducePart,
-    ShardLayout, TierError, TierRate,
+    Collectives, CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, MeasuredLinks, OpTag, Phase, Reduce,
+    ReducePart, ShardLayout, TierError, TierRate,
 };
-pub use step::MeasuredStep;
+pub use step::{MeasuredStep, WorkTime};
 
 /// What a profile calls itself.
 const FORMAT: &str = "fsdp-profile-1";
@@ -28,7 +28,9 @@ pub struct Profile {
     format: String,
     /// Ranks that communicated, each a thread.
     pub num_ranks: usize,
-    /// What collectives between them cost.
+    /// Processors of the machine.
+    pub num_cores: usize,
+    /// What collectives between the ranks cost.
     pub collectives: MeasuredLinks,
     /// Bytes per second that a rank copies from memory to memory, while the others do too.
     pub memory_bytes_per_s: f64,
@@ -77,6 +79,7 @@ impl Profile {
         Ok(Self {
             format: FORMAT.to_owned(),
             num_ranks: options.num_ranks,
+            num_cores: thread::available_parallelism().map_or(1, usize::from),
             collectives: MeasuredLinks {
                 all_gather: fit(Work::AllGather)?,
                 reduce_scatter: fit(Work::ReduceScatter)?,
@@ -96,6 +99,17 @@ impl Profile {
     pub fn measure_disk(&mut self, dir: &Path, slot_bytes: usize) -> Result<(), ProfileError> {
         self.nvme = Some(disk::measure(dir, self.num_ranks, slot_bytes)?);
         Ok(())
+    }
+
+    /// What collectives between `num_ranks` ranks of this machine cost, each with `num_threads` compute threads. Ranks beyond
+    /// the processors take turns, so that all of them are slower.
+    pub fn network(&self, num_ranks: usize, num_threads: usize) -> Collectives {
+        let turns = |num_ranks: usize| (num_ranks as f64 / self.num_cores as f64).max(1.0);
+        let slower = turns(num_ranks) / turns(self.num_ranks);
+        Collectives::Measured {
+            links: self.collectives.scaled(slower, slower),
+            taken_share: MeasuredLinks::taken_share(num_ranks, self.num_cores, num_threads),
+        }
     }
 
     /// Reads a file.
@@ -129,14 +143,15 @@ impl Profile {
             }
         }
         let is_rate = |rate: f64| (1.0..=1e24).contains(&rate);
-        if profile.num_ranks == 0 || !is_rate(profile.memory_bytes_per_s) {
-            return Err(wrong("`num_ranks` and `memory_bytes_per_s` must be positive".to_owned()));
+        if profile.num_ranks == 0 || profile.num_cores == 0 || !is_rate(profile.memory_bytes_per_s) {
+            let positive = "`num_ranks`, `num_cores` and `memory_bytes_per_s` must be positive";
+            return Err(wrong(positive.to_owned()));
         }
         if profile.nvme.is_some_and(|disk| !is_rate(disk.read_bytes_per_s) || !is_rate(disk.write_bytes_per_s)) {
             return Err(wrong("the rates of `nvme` must be positive".to_owned()));
         }
         if profile.step.as_ref().is_some_and(|step| !step.is_sound()) {
-            return Err(wrong("the tokens and seconds of `step` must be positive".to_owned()));
+            return Err(wrong("the counts and seconds of `step` must be positive".to_owned()));
         }
         Ok(profile)
     }
@@ -345,15 +360,21 @@ mod tests {
     fn the_step_of_a_report_is_a_step_of_one_rank() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("run.json");
-        let report = |ranks: usize, computing_s: f64| {
+        let report = |ranks: usize, step_s: f64| {
             format!(
-                r#"{{"config": {{"world_size": {ranks}, "stage": 3, "training": {{"gradient_accumulation": 2}}}},
-                "num_parameters": 100, "tokens_per_step": 64, "step": {{"computing_s": {computing_s}, "optimizer_s": 0.5}}}}"#
+                r#"{{"config": {{"world_size": {ranks}, "stage": 3, "threads_per_rank": 0,
+                "training": {{"gradient_accumulation": 2}}}}, "num_cores": 4, "num_parameters": 100, "tokens_per_step": 64,
+                "typical": {{"step": {{"wall_s": {step_s}, "cpu_s": 4.5}},
+                "optimizer": {{"wall_s": 0.5, "cpu_s": 0.75}}}}}}"#
             )
         };
         fs::write(&file, report(1, 2.5)).unwrap();
         let step = MeasuredStep::read_report(&file).unwrap();
-        assert_eq!(step, MeasuredStep { parameter_len: 100, num_tokens: 32, pass_s: 1.0, optimizer_s: 0.5 });
+        let pass = WorkTime { wall_s: 1.0, cpu_s: 1.875 };
+        let optimizer = WorkTime { wall_s: 0.5, cpu_s: 0.75 };
+        let expected =
+            MeasuredStep { parameter_len: 100, num_tokens: 32, num_threads: 4, num_cores: 4, pass, optimizer };
+        assert_eq!(step, expected);
         fs::write(&file, report(2, 2.5)).unwrap();
         let error = MeasuredStep::read_report(&file).unwrap_err().to_string();
         assert!(
@@ -380,7 +401,7 @@ mod tests {
         let link = |alpha: f64| format!(r#"{{"alpha_s": {alpha}, "beta_s_per_byte": 1e-9}}"#);
         let profile = |format: &str, alpha: f64, ranks: usize| {
             format!(
-                r#"{{"format": "{format}", "num_ranks": {ranks}, "memory_bytes_per_s": 1e9, "collectives":
+                r#"{{"format": "{format}", "num_ranks": {ranks}, "num_cores": 2, "memory_bytes_per_s": 1e9, "collectives":
                 {{"all_gather": {}, "reduce_scatter": {}, "all_reduce": {}}}}}"#,
                 link(1e-6),
                 link(1e-6),

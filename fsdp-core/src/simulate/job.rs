@@ -52,7 +52,12 @@ pub enum Collectives {
     /// Rings over links.
     Ring(Network),
     /// As measured between ranks of one process, which read each other's memory.
-    Measured(MeasuredLinks),
+    Measured {
+        /// What was measured.
+        links: MeasuredLinks,
+        /// Share of a collective's time in which the rank cannot compute: see [`MeasuredLinks::taken_share`].
+        taken_share: f64,
+    },
 }
 
 impl From<Network> for Collectives {
@@ -74,12 +79,39 @@ pub struct MeasuredLinks {
     pub all_reduce: Link,
 }
 
+impl MeasuredLinks {
+    /// The same with all latencies and all times per byte multiplied.
+    #[must_use]
+    pub fn scaled(self, alpha: f64, beta: f64) -> Self {
+        let [all_gather, reduce_scatter, all_reduce] =
+            [self.all_gather, self.reduce_scatter, self.all_reduce].map(|link| link.scaled(alpha, beta));
+        Self { all_gather, reduce_scatter, all_reduce }
+    }
+
+    /// Share of a collective's time in which a rank cannot compute. Its bytes are moved by one of the processors that the ranks
+    /// of a machine share, so where `num_ranks` compute on all `num_cores` with `num_threads` each, a collective beside the
+    /// computation is no quicker than one after it.
+    ///
+    /// ```
+    /// use fsdp_core::MeasuredLinks;
+    ///
+    /// assert_eq!(MeasuredLinks::taken_share(2, 2, 1), 1.0); // a processor each, for both
+    /// assert_eq!(MeasuredLinks::taken_share(2, 8, 4), 0.25); // one of four
+    /// assert_eq!(MeasuredLinks::taken_share(2, 8, 2), 0.0); // there are idle ones
+    /// ```
+    pub fn taken_share(num_ranks: usize, num_cores: usize, num_threads: usize) -> f64 {
+        let own = num_cores as f64 / num_ranks.max(1) as f64;
+        let computing = own.min(num_threads.max(1) as f64);
+        (1.0 - (own - 1.0) / computing).clamp(0.0, 1.0)
+    }
+}
+
 impl Collectives {
     fn all_gather_s(&self, placed: Placement, shard_bytes: u64) -> f64 {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => links.all_gather.message_s(shard_bytes),
+            Collectives::Measured { links, .. } => links.all_gather.message_s(shard_bytes),
         }
     }
 
@@ -87,7 +119,7 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_gather_s(placed, shard_bytes),
-            Collectives::Measured(links) => {
+            Collectives::Measured { links, .. } => {
                 links.reduce_scatter.message_s(shard_bytes.saturating_mul(placed.num_ranks))
             }
         }
@@ -97,7 +129,7 @@ impl Collectives {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
             Collectives::Ring(network) => network.all_reduce_s(placed, full_bytes),
-            Collectives::Measured(links) => links.all_reduce.message_s(full_bytes),
+            Collectives::Measured { links, .. } => links.all_reduce.message_s(full_bytes),
         }
     }
 }
@@ -239,8 +271,15 @@ impl Job {
         crate::simulate(&workload, &once).traffic
     }
 
-    /// The work of a step at `stage`.
+    /// The work of a step at `stage`. Where units are gathered, the first large one is in parts, as in a plan.
     pub fn workload(&self, stage: Stage) -> Workload {
+        if stage.shards_parameters() && self.num_shards() > 1 {
+            return Self { shape: self.shape.clone().in_parts(), ..self.clone() }.work(stage);
+        }
+        self.work(stage)
+    }
+
+    fn work(&self, stage: Stage) -> Workload {
         let rules = StepRules {
             stage,
             depth: self.depth,
@@ -262,7 +301,7 @@ impl Job {
             tiers: placements.unit_tiers(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
             tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
-            norm: Move { scope: Scope::World, seconds, traffic: norm_traffic, element_bytes: 0 },
+            norm: self.moved(Scope::World, seconds, norm_traffic, 0),
         }
     }
 
@@ -371,20 +410,28 @@ impl Job {
         let placed = self.placed_along(Axis::Shard, num_ranks);
         let seconds = self.machine.network.all_gather_s(placed, element_bytes * shard_len);
         let traffic = StepTraffic::all_gather(num_ranks as u64, shard_len);
-        Move { scope: Scope::Shard, seconds, traffic, element_bytes }
+        self.moved(Scope::Shard, seconds, traffic, element_bytes)
     }
 
     fn reduce_scatter(&self, shard_len: u64) -> Move {
         let element_bytes = self.reduce_bytes;
         let seconds = self.machine.network.reduce_scatter_s(self.placed(Scope::Shard), element_bytes * shard_len);
         let traffic = StepTraffic::reduce_scatter(self.num_shards() as u64, shard_len);
-        Move { scope: Scope::Shard, seconds, traffic, element_bytes }
+        self.moved(Scope::Shard, seconds, traffic, element_bytes)
     }
 
     fn all_reduce(&self, scope: Scope, full_len: u64) -> Move {
         let (placed, element_bytes) = (self.placed(scope), self.reduce_bytes);
         let seconds = self.machine.network.all_reduce_s(placed, element_bytes * full_len);
-        Move { scope, seconds, traffic: StepTraffic::all_reduce(placed.num_ranks, full_len), element_bytes }
+        self.moved(scope, seconds, StepTraffic::all_reduce(placed.num_ranks, full_len), element_bytes)
+    }
+
+    fn moved(&self, scope: Scope, seconds: f64, traffic: StepTraffic, element_bytes: u64) -> Move {
+        let taken_share = match self.machine.network {
+            Collectives::Ring(_) => 0.0,
+            Collectives::Measured { taken_share, .. } => taken_share,
+        };
+        Move { scope, seconds, taken_s: taken_share * seconds, traffic, element_bytes }
     }
 
     fn placed(&self, scope: Scope) -> Placement {
@@ -398,7 +445,7 @@ impl Job {
     fn ranks_per_node(&self) -> u64 {
         match self.machine.network {
             Collectives::Ring(network) => network.ranks_per_node,
-            Collectives::Measured(_) => u64::MAX,
+            Collectives::Measured { .. } => u64::MAX,
         }
     }
 

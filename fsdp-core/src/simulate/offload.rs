@@ -65,7 +65,9 @@ impl Job {
     /// As the engine places them: whole parameters, spread over the model until the share is reached.
     pub(super) fn placements(&self, stage: Stage) -> Placements {
         let element_bytes = self.precision.element_bytes();
-        let state_bytes = 4 * self.optimizer.state_elements_per_parameter() + self.precision.master_bytes();
+        // Masters beside whole parameters stay where those are.
+        let master_bytes = if stage.shards_parameters() { self.precision.master_bytes() } else { 0 };
+        let state_bytes = 4 * self.optimizer.state_elements_per_parameter() + master_bytes;
         let units = self.shape.units.iter().enumerate();
         let params: Vec<_> =
             units.flat_map(|(unit, of)| of.parameters.iter().map(move |param| (unit, param))).collect();

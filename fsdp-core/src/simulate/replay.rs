@@ -287,7 +287,7 @@ fn computations(on_row: &[&&RecordedSpan]) -> Vec<f64> {
 }
 
 fn alone(seconds: f64) -> Move {
-    Move { scope: Scope::World, seconds, traffic: StepTraffic::default(), element_bytes: 0 }
+    Move { scope: Scope::World, seconds, taken_s: 0.0, traffic: StepTraffic::default(), element_bytes: 0 }
 }
 
 fn sorted<T: Ord>(items: impl Iterator<Item = T>) -> Vec<T> {

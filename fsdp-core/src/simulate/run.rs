@@ -56,7 +56,7 @@ pub struct SimReport {
     pub step_s: f64,
     /// Seconds of computation.
     pub compute_s: f64,
-    /// Seconds in which a rank stands still for communication.
+    /// Seconds in which a rank stands still for communication, or its processors are taken by it.
     pub exposed_s: f64,
     /// Seconds in which a rank stands still for what lies below its memory.
     pub tier_wait_s: f64,
@@ -375,6 +375,7 @@ impl Run<'_> {
                     clock.free[stream as usize] = end;
                 },
             );
+            self.take(unit, one.taken_s);
             self.traffic += one.traffic;
             self.sent_bytes = self.sent_bytes.saturating_add(one.traffic.sent_bytes(one.element_bytes));
         }
@@ -391,6 +392,15 @@ impl Run<'_> {
             }
         }
         self.num_updates += (self.clocks.len() * (1 + moves.len())) as u64;
+    }
+
+    /// The rank's processors are at a communication. Wherever in that time its computation gets them, it is so much later by
+    /// the end; here it is at once.
+    fn take(&mut self, unit: UnitIndex, seconds: f64) {
+        let num_taken = if seconds > 0.0 { self.clocks.len() } else { 0 };
+        for class in 0..num_taken {
+            self.stand_still(class, Some(unit), self.clocks[class].now + seconds);
+        }
     }
 
     /// All classes of each group go on when the last has come, and `seconds` later.

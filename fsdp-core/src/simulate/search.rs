@@ -1,7 +1,7 @@
 //! Which settings are best, and how much each matters.
 
 use crate::simulate::{Collectives, Job, SimOptions, SimReport, simulate};
-use crate::{Link, Network, PrefetchDepth, Stage};
+use crate::{Network, PrefetchDepth, Stage};
 
 /// What a search may try.
 #[derive(Clone, Debug, PartialEq)]
@@ -134,18 +134,15 @@ fn once(job: &Job, stage: Stage) -> SimReport {
 impl Collectives {
     /// The same with all latencies and all times per byte multiplied.
     pub fn scaled(self, alpha: f64, beta: f64) -> Self {
-        let scaled = |link: Link| Link { alpha_s: alpha * link.alpha_s, beta_s_per_byte: beta * link.beta_s_per_byte };
         match self {
             Collectives::Ring(network) => Collectives::Ring(Network {
-                in_node: scaled(network.in_node),
-                between: scaled(network.between),
+                in_node: network.in_node.scaled(alpha, beta),
+                between: network.between.scaled(alpha, beta),
                 ..network
             }),
-            Collectives::Measured(links) => Collectives::Measured(crate::MeasuredLinks {
-                all_gather: scaled(links.all_gather),
-                reduce_scatter: scaled(links.reduce_scatter),
-                all_reduce: scaled(links.all_reduce),
-            }),
+            Collectives::Measured { links, taken_share } => {
+                Collectives::Measured { links: links.scaled(alpha, beta), taken_share }
+            }
         }
     }
 }
@@ -153,7 +150,7 @@ impl Collectives {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Machine, ModelShape, Speed};
+    use crate::{Link, Machine, ModelShape, Speed};
 
     /// Eight equal units on four ranks; a gather takes `gather` times as long as a unit's forward.
     fn job(gather: f64) -> Job {

@@ -11,6 +11,8 @@ pub struct Move {
     pub scope: Scope,
     /// Seconds from when the last of them has begun.
     pub seconds: f64,
+    /// Seconds of these in which a rank cannot compute, since its own processors move the bytes.
+    pub taken_s: f64,
     /// What each rank sends.
     pub traffic: StepTraffic,
     /// Bytes of an element on the way.

@@ -66,6 +66,21 @@ pub enum TierError {
         /// Bytes that the file system would give.
         free_bytes: u64,
     },
+    /// The file may not grow that far.
+    #[error(
+        "{}: the file may not grow by {} at offset {offset}: {source}; raise the limit on the size of files (`ulimit -f`), point \
+         `nvme_path` under [offload] to a file system that has larger ones, or offload less", path.display(), human_bytes(*bytes)
+    )]
+    Limited {
+        /// The file.
+        path: PathBuf,
+        /// Where in it.
+        offset: u64,
+        /// Bytes that were to be placed there.
+        bytes: u64,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The file was removed while the run used it.
     #[error(
         "{} was removed while the run used it (at offset {offset}, {bytes} bytes); what it held is lost. Leave the \

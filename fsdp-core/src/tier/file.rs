@@ -97,7 +97,8 @@ impl RankFile {
         use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         let path = self.path.clone();
         match source.kind() {
-            StorageFull | QuotaExceeded | FileTooLarge => {
+            FileTooLarge => TierError::Limited { path, offset, bytes, source },
+            StorageFull | QuotaExceeded => {
                 let free_bytes = free_bytes(&self.path).unwrap_or(0);
                 TierError::Full { path, offset, bytes, free_bytes }
             }

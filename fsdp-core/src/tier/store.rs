@@ -389,6 +389,18 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_may_not_grow_is_not_taken_for_a_full_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let limited = |_, _: &mut Op, _| Err(io::ErrorKind::FileTooLarge.into());
+        let tier = open(&options(dir.path()), Altered::new(limited));
+        let slot = tier.reserve(10).unwrap();
+        let error = tier.write(slot, data(10)).wait().unwrap_err();
+        assert!(matches!(&error, TierError::Limited { path, offset: 0, .. } if path == tier.path()), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank-0.tier") && text.contains("ulimit -f") && !text.contains("are free"), "{text}");
+    }
+
+    #[test]
     fn transfers_that_stop_in_the_middle_go_on() {
         let dir = tempfile::tempdir().unwrap();
         // The file has the bytes by then, so that the rest may be moved once more.

@@ -22,6 +22,29 @@ fn printed(arguments: &[&str]) -> String {
     stdout
 }
 
+#[test]
+fn a_reader_that_is_gone_is_no_error() {
+    for arguments in
+        [&["completions", "bash"][..], &["man"], &["config", "--words"], &["plan", "--params", "1e9", "--gpus", "8"]]
+    {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let Output { status, stderr, .. } =
+            Command::new(env!("CARGO_BIN_EXE_fsdp")).args(arguments).stdout(writer).output().unwrap();
+        let stderr = String::from_utf8_lossy(&stderr);
+        assert_eq!((status.code(), &*stderr), (Some(0), ""), "{arguments:?}");
+    }
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_one() {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let Output { status, stderr, .. } =
+        Command::new(env!("CARGO_BIN_EXE_fsdp")).args(["config", "--words"]).stdout(full).output().unwrap();
+    let stderr = String::from_utf8_lossy(&stderr);
+    assert!(status.code() == Some(1) && stderr.starts_with("error: standard output cannot be written: "), "{stderr}");
+}
+
 /// What a bad command says.
 fn refused(arguments: &[&str]) -> String {
     let (code, stdout, stderr) = fsdp(arguments);
@@ -262,8 +285,9 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     let report = dir.path().join("run.json");
     let parameters = 2 * (12 * 64 * 64 + 13 * 64) + (2 * 50257 + 64 + 2) * 64;
     let text = format!(
-        r#"{{"config": {{"world_size": 1, "training": {{"gradient_accumulation": 1}}}}, "num_parameters": {parameters},
-        "tokens_per_step": 128, "step": {{"computing_s": 0.5, "optimizer_s": 0.1}}}}"#
+        r#"{{"config": {{"world_size": 1, "threads_per_rank": 1, "training": {{"gradient_accumulation": 1}}}},
+        "num_cores": 2, "num_parameters": {parameters}, "tokens_per_step": 128, "typical":
+        {{"step": {{"wall_s": 0.5, "cpu_s": 0.4}}, "optimizer": {{"wall_s": 0.1, "cpu_s": 0.1}}}}}}"#
     );
     fs::write(&report, text).unwrap();
     let (report, disk) = (report.to_str().unwrap(), dir.path().to_str().unwrap());
@@ -275,7 +299,17 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
         "{text}"
     );
     let text = printed(&[&plan[..], &["--offload", "optimizer=nvme"]].concat());
-    assert!(text.contains("\none rank   200.00 ms a micro-batch of 64 tokens and 100.00 ms a step, "), "{text}");
+    assert!(
+        text.contains(
+            "\none rank   200.00 ms a micro-batch of 64 tokens and 100.00 ms a step of all parameters, among "
+        ),
+        "{text}"
+    );
+    let crowded = printed(&[&plan[..], &["--offload", "optimizer=nvme", "--gpus", "8"]].concat());
+    assert!(
+        crowded.contains("\none rank   600.00 ms a micro-batch of 64 tokens and 400.00 ms a step of "),
+        "{crowded}"
+    );
     assert!(text.contains("\noffload    optimizer on disk\n") && text.contains("for each rank, as measured"), "{text}");
     let other = refused(&["plan", "--params", "1e6", "--gpus", "2", "--profile", profile]);
     assert!(

@@ -8,6 +8,7 @@ use clap::Args;
 use fsdp_core::{MeasuredStep, Profile, ProfileOptions, Table, TierRate, human_bytes};
 
 use crate::number::up_to;
+use crate::output::{put, putln};
 use crate::rate::{rate, seconds};
 use crate::size::parse_size;
 
@@ -79,7 +80,7 @@ impl Bench {
             profile.write(file)?;
         }
         if self.json {
-            print!("{}", profile.to_json());
+            put!("{}", profile.to_json());
             return Ok(ExitCode::SUCCESS);
         }
         let links = profile.collectives;
@@ -91,15 +92,15 @@ impl Bench {
         ] {
             table.row([name.to_owned(), seconds(link.alpha_s), rate(1.0 / link.beta_s_per_byte, "B")]);
         }
-        println!("{} ranks, each a thread; medians of {}\n\n{table}", self.ranks, self.repetitions);
-        println!("memory, copied by all ranks at once: {} for each", rate(profile.memory_bytes_per_s, "B"));
+        putln!("{} ranks, each a thread; medians of {}\n\n{table}", self.ranks, self.repetitions);
+        putln!("memory, copied by all ranks at once: {} for each", rate(profile.memory_bytes_per_s, "B"));
         if let Some(TierRate { read_bytes_per_s, write_bytes_per_s }) = profile.nvme {
             let (read, written) = (rate(read_bytes_per_s, "B"), rate(write_bytes_per_s, "B"));
-            println!("disk, used by all ranks at once: {read} read and {written} written, for each");
+            putln!("disk, used by all ranks at once: {read} read and {written} written, for each");
         }
         if let Some(step) = &profile.step {
-            let (pass, optimizer) = (seconds(step.pass_s), seconds(step.optimizer_s));
-            println!("step of one rank: {pass} a micro-batch of {} tokens, {optimizer} the optimizer", step.num_tokens);
+            let (pass, optimizer) = (seconds(step.pass.wall_s), seconds(step.optimizer.wall_s));
+            putln!("step of one rank: {pass} a micro-batch of {} tokens, {optimizer} the optimizer", step.num_tokens);
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -8,6 +8,7 @@ use clap::Args;
 use fsdp_core::{Config, ConfigKey, Fate, Translated, config_keys};
 
 use crate::number::{MOST_RANKS, up_to};
+use crate::output::put;
 use crate::words;
 
 /// Check a configuration and print it with every default; or translate a DeepSpeed file
@@ -37,13 +38,13 @@ pub(crate) struct ConfigCommand {
 impl ConfigCommand {
     pub(crate) fn run(self) -> Result<ExitCode, Box<dyn Error>> {
         if self.words {
-            print!("{}", words::table());
+            put!("{}", words::table());
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(file) = &self.from_deepspeed {
             let translated = Config::load_deepspeed(file, self.gpus)?;
-            print!("# From {}.\n{}", file.display(), self.printed(&translated.config));
-            print!("\n{}", listed(&translated));
+            put!("# From {}.\n{}", file.display(), self.printed(&translated.config));
+            put!("\n{}", listed(&translated));
             let num_missing = translated.missing().count();
             if self.strict && num_missing > 0 {
                 return Err(format!(
@@ -53,7 +54,7 @@ impl ConfigCommand {
                 .into());
             }
         } else if let Some(file) = &self.file {
-            print!("{}", self.printed(&Config::load(file)?));
+            put!("{}", self.printed(&Config::load(file)?));
         }
         Ok(ExitCode::SUCCESS)
     }

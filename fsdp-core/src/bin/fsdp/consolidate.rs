@@ -8,6 +8,7 @@ use clap::Args;
 use fsdp_core::checkpoint::{Checkpoint, ConsolidateOptions, Consolidated, TiedWeights, Verify, consolidate};
 use fsdp_core::human_bytes;
 
+use crate::output::putln;
 use crate::size::parse_size;
 
 /// Write the whole tensors of a checkpoint to plain safetensors files.
@@ -46,8 +47,8 @@ impl Consolidate {
             tied: if self.copy_tied { TiedWeights::Copies } else { TiedWeights::Once },
         };
         let Consolidated { files, num_tensors, tensor_bytes } = consolidate(&checkpoint, &self.out, &options)?;
-        println!("{}: {num_tensors} tensors, {}", checkpoint.dir().display(), human_bytes(tensor_bytes));
-        files.iter().for_each(|file| println!("  {}", file.display()));
+        putln!("{}: {num_tensors} tensors, {}", checkpoint.dir().display(), human_bytes(tensor_bytes));
+        files.iter().for_each(|file| putln!("  {}", file.display()));
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -7,6 +7,8 @@ use std::process::ExitCode;
 use clap::Args;
 use fsdp_core::checkpoint::{CheckpointError, Inspection, Verify, inspect, step_dirs};
 
+use crate::output::{put, putln};
+
 /// Show what is in a checkpoint and what is damaged; exits with 1 if anything is.
 #[derive(Args)]
 pub(crate) struct Inspect {
@@ -28,10 +30,10 @@ impl Inspect {
             if let [error @ CheckpointError::NoManifest { .. }] = &inspection.damage[..] {
                 eprintln!("error: {error}");
             } else if is_root {
-                println!("{}", inspection.summary());
-                inspection.damage.iter().for_each(|damage| println!("  {damage}"));
+                putln!("{}", inspection.summary());
+                inspection.damage.iter().for_each(|damage| putln!("  {damage}"));
             } else {
-                print!("{inspection}");
+                put!("{inspection}");
             }
         }
         let is_good = inspections.iter().all(Inspection::is_good);

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fsdp_core::{
-    Axis, Collectives, Config, Device, Dtype, Job, Link, Machine, MeasuredStep, Mesh, NamedLink, Network, Profile,
-    Speed, Stage, grouped,
+    Axis, Collectives, Config, Device, Job, Link, Machine, MeasuredStep, Mesh, NamedLink, Network, Profile, Speed,
+    Stage, grouped,
 };
 
 use crate::model::{Model, ModelArgs};
@@ -95,8 +95,8 @@ impl MachineArgs {
         let mesh = config.resolved_mesh();
         let device = self.device()?;
         let profile = self.profile.as_deref().map(Profile::read).transpose()?;
-        let (network, network_told) = self.network(device, profile.as_ref())?;
-        let (speed, speed_told) = self.speed(device, profile.as_ref(), config.precision.parameters, &model)?;
+        let (network, network_told) = self.network(&config, device, profile.as_ref())?;
+        let (speed, speed_told) = self.speed(&config, device, profile.as_ref(), &model)?;
         let num_users = config.world_size.min(self.gpus_per_node) as u64;
         let (tiers, tiers_told) = self.tiers.rates(&config, device, profile.as_ref(), num_users)?;
         let memory = self.device_memory.or(device.map(|device| device.memory_bytes));
@@ -173,6 +173,7 @@ impl MachineArgs {
 
     fn network(
         &self,
+        config: &Config,
         device: Option<Device>,
         profile: Option<&Profile>,
     ) -> Result<(Collectives, Told), Box<dyn Error>> {
@@ -185,7 +186,10 @@ impl MachineArgs {
                 file.display(),
                 profile.num_ranks
             );
-            return Ok((Collectives::Measured(profile.collectives), vec![("collectives", told)]));
+            let num_threads = config.compute_threads(profile.num_cores);
+            let shared = format!("{} shared by all ranks, {num_threads} compute threads each", profile.num_cores);
+            let network = profile.network(config.world_size, num_threads);
+            return Ok((network, vec![("collectives", told), ("processors", shared)]));
         }
         let default = device.map_or("nvlink4", |device| device.link);
         let in_node = named("--link", self.link.as_deref().unwrap_or(default))?;
@@ -213,9 +217,9 @@ impl MachineArgs {
 
     fn speed(
         &self,
+        config: &Config,
         device: Option<Device>,
         profile: Option<&Profile>,
-        precision: Dtype,
         model: &Model,
     ) -> Result<(Speed, Told), Box<dyn Error>> {
         if let (Some(pass_s), Some(optimizer_s)) = (self.pass_s, self.optimizer_s) {
@@ -225,9 +229,10 @@ impl MachineArgs {
         // A device or a rate that is given counts more than what a profile has measured.
         let is_given = self.flops.is_some() || self.device.is_some();
         if let Some(step) = profile.and_then(|profile| profile.step.as_ref()).filter(|_| !is_given) {
-            return step_of(step, model);
+            return step_of(step, config, model);
         }
-        let peak = |device: Device| if precision.size_bytes() == 2 { device.flops_16 } else { device.flops_32 };
+        let is_half = config.precision.parameters.size_bytes() == 2;
+        let peak = |device: Device| if is_half { device.flops_16 } else { device.flops_32 };
         let flops_per_s = match (self.flops, device) {
             (Some(flops), _) => flops,
             (None, Some(device)) => self.mfu * peak(device),
@@ -259,7 +264,7 @@ impl MachineArgs {
 }
 
 /// A step that was measured, for as many tokens as the model is given.
-fn step_of(step: &MeasuredStep, model: &Model) -> Result<(Speed, Told), Box<dyn Error>> {
+fn step_of(step: &MeasuredStep, config: &Config, model: &Model) -> Result<(Speed, Told), Box<dyn Error>> {
     let len = model.shape.parameter_len();
     if step.parameter_len != len {
         return Err(format!(
@@ -270,14 +275,17 @@ fn step_of(step: &MeasuredStep, model: &Model) -> Result<(Speed, Told), Box<dyn 
         )
         .into());
     }
-    let pass_s = step.pass_s * model.num_tokens as f64 / step.num_tokens as f64;
+    let (pass_s, optimizer_s) = step.among(config.world_size, config.compute_threads(step.num_cores as usize));
+    let pass_s = pass_s * model.num_tokens as f64 / step.num_tokens as f64;
     let told = format!(
-        "{} a micro-batch of {} tokens and {} a step, as the profile has measured",
+        "{} a micro-batch of {} tokens and {} a step of all parameters, among the others; alone {} and {}, as measured",
         seconds(pass_s),
         grouped(model.num_tokens),
-        seconds(step.optimizer_s)
+        seconds(optimizer_s),
+        seconds(step.pass.wall_s * model.num_tokens as f64 / step.num_tokens as f64),
+        seconds(step.optimizer.wall_s),
     );
-    Ok((Speed::Measured { pass_s, optimizer_s: step.optimizer_s }, vec![("one rank", told)]))
+    Ok((Speed::Measured { pass_s, optimizer_s }, vec![("one rank", told)]))
 }
 
 /// Refuses what would take hours: the schedule looks at all units whenever one is used.

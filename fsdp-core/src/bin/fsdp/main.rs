@@ -10,6 +10,7 @@ mod inspect;
 mod machine;
 mod model;
 mod number;
+mod output;
 mod page;
 mod plan;
 mod rate;

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::machine::{MachineArgs, Setting};
 use crate::model::ModelArgs;
+use crate::output::{put, putln};
 use crate::page;
 use crate::rate::seconds;
 
@@ -44,9 +45,9 @@ impl Plan {
                 .map_err(|error| format!("--html: {}: {error}; name a file in a folder that exists", file.display()))?;
         }
         if self.json {
-            println!("{}", serde_json::to_string_pretty(&as_json(&setting, &forecast))?);
+            putln!("{}", serde_json::to_string_pretty(&as_json(&setting, &forecast))?);
         } else {
-            print!("{}", text(&setting, &forecast, self.decimal));
+            put!("{}", text(&setting, &forecast, self.decimal));
         }
         Ok(ExitCode::SUCCESS)
     }

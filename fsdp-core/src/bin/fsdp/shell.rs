@@ -2,12 +2,14 @@
 
 use std::error::Error;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 use clap_complete::Shell;
+
+use crate::output::{put, putln};
 
 /// Print the completions for a shell
 ///
@@ -22,7 +24,7 @@ impl Completions {
     pub(crate) fn run(self, mut command: clap::Command) -> Result<ExitCode, Box<dyn Error>> {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut command, "fsdp", &mut script);
-        io::stdout().write_all(&script)?;
+        put!("{}", String::from_utf8_lossy(&script));
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -38,7 +40,9 @@ pub(crate) struct Man {
 impl Man {
     pub(crate) fn run(self, command: clap::Command) -> Result<ExitCode, Box<dyn Error>> {
         let Some(dir) = self.out else {
-            clap_mangen::Man::new(command).render(&mut io::stdout())?;
+            let mut page = Vec::new();
+            clap_mangen::Man::new(command).render(&mut page)?;
+            put!("{}", String::from_utf8_lossy(&page));
             return Ok(ExitCode::SUCCESS);
         };
         let failed = |error| format!("--out: {}: {error}; name a folder that exists", dir.display());
@@ -50,7 +54,7 @@ impl Man {
             fs::read_dir(&dir).map_err(failed)?.filter_map(|entry| Some(entry.ok()?.path())).collect();
         pages.retain(|page| page.extension().is_some_and(|extension| extension == "1"));
         pages.sort();
-        pages.iter().for_each(|page| println!("{}", page.display()));
+        pages.iter().for_each(|page| putln!("{}", page.display()));
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::machine::{MachineArgs, Setting};
 use crate::model::ModelArgs;
 use crate::number::{MOST, between, up_to};
+use crate::output::{put, putln};
 use crate::plan::sentence;
 use crate::rate::seconds;
 
@@ -121,9 +122,9 @@ impl Simulate {
         let limits = SearchLimits { device_bytes: setting.device_bytes, ..SearchLimits::default() };
         let search = self.tune.then(|| Search::run(&setting.job, stage, &limits));
         if self.json {
-            println!("{}", serde_json::to_string_pretty(&self.as_json(&setting, stage, &report, search.as_ref()))?);
+            putln!("{}", serde_json::to_string_pretty(&self.as_json(&setting, stage, &report, search.as_ref()))?);
         } else {
-            print!("{}", self.text(&setting, stage, &report, search.as_ref()));
+            put!("{}", self.text(&setting, stage, &report, search.as_ref()));
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -233,7 +234,7 @@ impl Simulate {
         let workload = recorded.workload(&setting.job, stage, rank, step)?;
         let options = SimOptions { traced: vec![0], ..SimOptions::default() };
         let report = simulate(&workload, &options);
-        println!("{}: step {step} of rank {rank}\n", file.display());
+        putln!("{}: step {step} of rank {rank}\n", file.display());
         let mut all_equal = true;
         for stream in TraceStream::ALL {
             let (was, is) = (recorded.order(rank, step, stream)?, report.order(&workload, 0, stream));
@@ -243,8 +244,8 @@ impl Simulate {
                 order.get(at).map_or("nothing".into(), |(kind, unit)| format!("{} {unit}", kind.name()))
             };
             match first {
-                None => println!("{:<8} {} spans in the same order", stream.name(), was.len()),
-                Some(at) => println!(
+                None => putln!("{:<8} {} spans in the same order", stream.name(), was.len()),
+                Some(at) => putln!(
                     "{:<8} differs at span {at}: recorded {}, simulated {}",
                     stream.name(),
                     name(&was, at),
@@ -254,9 +255,9 @@ impl Simulate {
             all_equal &= first.is_none();
         }
         let measured_s = recorded.step_s(rank, step)?;
-        println!("\nrecorded  {}", seconds(measured_s));
+        putln!("\nrecorded  {}", seconds(measured_s));
         let difference = 100.0 * (report.step_s / measured_s - 1.0);
-        println!(
+        putln!(
             "simulated {} ({difference:+.1}%), of which {} stand still",
             seconds(report.step_s),
             seconds(report.exposed_s)

@@ -221,6 +221,16 @@ pub(super) fn mics_shard_size(translator: &mut Translator, key: &str, value: &Va
     set("mesh: that many ranks along `shard`, the others along `replicate`")
 }
 
+pub(super) fn hpz_partition_size(translator: &mut Translator, key: &str, value: &Value) -> Result<Told, ConfigError> {
+    match whole(translator, key, value, 1)? {
+        1 => default_stays("1 is no second partition"),
+        num_ranks => {
+            translator.hpz = Some(num_ranks);
+            set(format!("reshard_after_forward = {num_ranks}"))
+        }
+    }
+}
+
 pub(super) const DEVICES: &[&str] = &["none", "cpu", "nvme"];
 
 impl Translator<'_> {
@@ -280,19 +290,44 @@ impl Translator<'_> {
         training.gradient_accumulation = accumulation;
         prefetch.max_bytes = prefetch.max_bytes.map(|len| len.saturating_mul(precision.parameters.size_bytes()));
         if let Some(shards) = self.mics.filter(|&shards| shards != ranks) {
-            if !ranks.is_multiple_of(shards) {
-                return Err(ConfigError::OutOfRange {
-                    at: self.at(),
-                    key: "zero_optimization.mics_shard_size".to_owned(),
-                    allowed: format!("a divisor of the {ranks} ranks"),
-                    got: shards.to_string(),
-                });
-            }
+            self.divides(ranks, "mics_shard_size", shards)?;
             let axes = [(Axis::Replicate, ranks / shards), (Axis::Shard, shards)];
             let mesh = Mesh::new(axes).map_err(|source| ConfigError::InvalidMesh { at: self.at(), source })?;
             self.out.config.mesh = Some(mesh);
         }
-        Ok(())
+        self.finish_hpz()
+    }
+
+    /// ZeRO++'s second partition is what `reshard_after_forward` is: backward gathers among those ranks.
+    fn finish_hpz(&mut self) -> Result<(), ConfigError> {
+        let Some(num_ranks) = self.hpz else { return Ok(()) };
+        let config = &mut self.out.config;
+        if !config.stage.shards_parameters() {
+            let told = format!("stage {} gathers no parameters for backward", config.stage.number());
+            let is_it = |item: &&mut TranslatedItem| item.key == "zero_optimization.zero_hpz_partition_size";
+            if let Some(item) = self.out.items.iter_mut().find(is_it) {
+                (item.fate, item.told) = (Fate::NotNeeded, told);
+            }
+            return Ok(());
+        }
+        config.reshard_after_forward = Some(num_ranks);
+        // One rank: how many there will be is not known.
+        match config.resolved_mesh().size(Axis::Shard) {
+            1 => Ok(()),
+            shards => self.divides(shards, "zero_hpz_partition_size", num_ranks),
+        }
+    }
+
+    fn divides(&self, ranks: usize, key: &str, by: usize) -> Result<(), ConfigError> {
+        if ranks.is_multiple_of(by) {
+            return Ok(());
+        }
+        Err(ConfigError::OutOfRange {
+            at: self.at(),
+            key: format!("zero_optimization.{key}"),
+            allowed: format!("a divisor of the {ranks} ranks"),
+            got: by.to_string(),
+        })
     }
 
     fn divided(&self, whole: usize, by: usize) -> Result<usize, ConfigError> {

@@ -131,10 +131,7 @@ pub(super) static RULES: &[Rule] = &[
         "zero_optimization.mics_hierarchical_params_gather",
         Unless(is_off, "gathers are not split into one in a node and one between nodes"),
     ),
-    rule(
-        "zero_optimization.zero_hpz_partition_size",
-        Unless(is_one, "say it as `reshard_after_forward` in the configuration (ZeRO++)"),
-    ),
+    rule("zero_optimization.zero_hpz_partition_size", Set(apply::hpz_partition_size)),
     rule("zero_optimization.zero_quantized_weights", Unless(is_off, "gathers are not quantized (ZeRO++)")),
     rule("zero_optimization.zero_quantized_nontrainable_weights", Unless(is_off, "gathers are not quantized (ZeRO++)")),
     rule("zero_optimization.zero_quantized_gradients", Unless(is_off, "reductions are not quantized (ZeRO++)")),

@@ -99,6 +99,7 @@ impl Config {
             },
             batch: Batch::default(),
             mics: None,
+            hpz: None,
             offload: Offload::default(),
         };
         translator.table("", parse_json(text, origin)?)?;
@@ -125,6 +126,7 @@ struct Translator<'a> {
     batch: Batch,
     /// Ranks of one copy in MiCS, which is hybrid sharding.
     mics: Option<usize>,
+    hpz: Option<usize>,
     offload: Offload,
 }
 

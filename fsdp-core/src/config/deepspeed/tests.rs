@@ -136,7 +136,6 @@ fn features_that_do_not_exist_here_are_listed_with_their_key() {
             "tensor_parallel",
             "optimizer.type",
             "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_hpz_partition_size",
             "zero_optimization.zenflow",
             "elasticity",
             "compression_training",
@@ -180,6 +179,19 @@ fn mics_is_a_mesh_of_copies() {
     assert_eq!(read(text, Some(4)).config.mesh, None, "one copy");
     let error = Config::from_deepspeed(text, "ds.json", Some(6)).unwrap_err().to_string();
     assert_eq!(error, "ds.json: `zero_optimization.mics_shard_size` is 4; it must be a divisor of the 6 ranks");
+}
+
+#[test]
+fn a_second_partition_is_a_smaller_group_for_backward() {
+    let text = r#"{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}"#;
+    let resharded = |num_ranks| read(text, num_ranks).config.reshard_after_forward;
+    assert_eq!([Some(8), Some(4), None].map(resharded), [Some(4); 3]);
+    assert_eq!(fate(&read(text, Some(8)), "zero_optimization.zero_hpz_partition_size"), Fate::Set);
+    let error = Config::from_deepspeed(text, "ds.json", Some(6)).unwrap_err().to_string();
+    assert_eq!(error, "ds.json: `zero_optimization.zero_hpz_partition_size` is 4; it must be a divisor of the 6 ranks");
+    let whole = read(&text.replace('3', "2"), Some(8));
+    assert_eq!(whole.config.reshard_after_forward, None);
+    assert_eq!(fate(&whole, "zero_optimization.zero_hpz_partition_size"), Fate::NotNeeded);
 }
 
 #[test]

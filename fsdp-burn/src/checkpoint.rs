@@ -47,8 +47,8 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
-    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or
-    /// booleans, are not saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]` is not saved: it is the program's own.
+    /// Neither are parameters of integers or booleans, which nothing changes. The configured `timeout_s` must allow for the slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
     /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
@@ -307,10 +307,10 @@ impl<M: Module> ShardedModel<M> {
     /// Optimizer state that lies on the disk, unit by unit.
     fn load_away_states(&self, checkpoint: &Checkpoint, optimizer: &mut ShardedOptimizer) -> Result<(), Error> {
         let engine = self.engine();
-        for (unit, tiers) in engine.offload().unit_tiers(self.plan()).into_iter().enumerate() {
-            if tiers.state {
-                let is_of_unit =
-                    |param: usize| self.plan().params()[param].unit == unit && engine.offload().has_state(param);
+        for unit in 0..self.plan().units().len() {
+            let is_of_unit =
+                |param: usize| self.plan().params()[param].unit == unit && engine.offload().has_state(param);
+            if (0..self.plan().params().len()).any(is_of_unit) {
                 let record = self.optimizer_record(checkpoint, is_of_unit)?;
                 if !record.is_empty() {
                     optimizer.load_away(engine, unit, record)?;

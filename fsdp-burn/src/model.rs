@@ -18,7 +18,7 @@ use crate::offload::{Offload, unit_on_disk};
 use crate::precision::Dtypes;
 use crate::scaled_loss::scaled;
 use crate::survey::{Entry, survey};
-use crate::{Error, Rank, Sharded, host};
+use crate::{Error, Rank, Sharded, constants, host};
 
 /// A sharded model. It derefs to the model, whose `forward` is called as ever.
 ///
@@ -83,7 +83,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             .filter(|entry| entry.is_param && entry.tied_to.is_none())
             .map(|entry| entry.spec.clone())
             .collect();
-        let plan = Plan::new(&M::wrap_policy(), &specs, &mesh, config.stage)?;
+        let policy = M::wrap_policy();
+        let plan = Plan::new(&policy, &specs, &mesh, config.stage)?;
         check_supported(&plan, &entries)?;
         for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
             tracing::warn!("{warning}");
@@ -116,6 +117,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             None => rank.tier(),
         };
         let offload = Offload::new(&config.offload, tier, &plan, shard_index);
+        let module = constants::share(module, &policy, links.control.as_ref())?;
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
@@ -157,6 +159,9 @@ impl<M: Module> ShardedModel<M> {
     /// # Errors
     /// If a collective fails.
     pub fn backward(&self, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
+        // After weighted losses of the same step it counts as one item.
+        let unit = self.engine.item_unit(1.0);
+        let loss = if unit == 1.0 { loss } else { widened(loss).mul_scalar(unit.recip()) };
         self.backward_over(None, loss)
     }
 
@@ -184,9 +189,8 @@ impl<M: Module> ShardedModel<M> {
         }
         // Where reducing divides by the number of ranks, that is undone: the step divides by the number of items.
         let factor = if self.engine.reduces_to_mean() { weight * control.world_size() as f64 } else { weight };
-        // The factor may be beyond what half precision can hold.
-        let loss = if loss.dtype().size() < 4 { loss.cast(FloatDType::F32) } else { loss };
-        self.backward_over(Some((total, weight > 0.0)), loss.mul_scalar(factor))
+        let factor = factor / self.engine.item_unit(total);
+        self.backward_over(Some((total, weight > 0.0)), widened(loss).mul_scalar(factor))
     }
 
     fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
@@ -472,6 +476,11 @@ impl<M: Module> ShardedModel<M> {
         self.module = refresh(self.module.clone(), &self.managed, &self.engine);
         Ok(())
     }
+}
+
+/// The loss in float32 at least: a factor may be beyond what half precision can hold.
+fn widened(loss: Tensor<1>) -> Tensor<1> {
+    if loss.dtype().size() < 4 { loss.cast(FloatDType::F32) } else { loss }
 }
 
 /// Runs `call`, in which an op may unwind because a collective has failed.

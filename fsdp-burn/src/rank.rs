@@ -81,9 +81,8 @@ impl Rank {
         Device::flex().autodiff().gradient_checkpointing()
     }
 
-    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights and running statistics; what
-    /// is marked `#[shard(ignore)]`, and parameters of integers or booleans, stay as each rank has built them.
-    /// *Collective.*
+    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights, running statistics, and
+    /// parameters of integers and booleans; what is marked `#[shard(ignore)]` stays as each rank has built it. *Collective.*
     ///
     /// Memory: at stage 3, the largest single parameter on rank 0 and this rank's blocks; below, the whole model.
     ///

@@ -210,6 +210,37 @@ fn an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() {
     }
 }
 
+/// As many items on every rank are no weights at all: the same scale, the same steps, the same bits.
+#[test]
+fn weights_of_losses_leave_the_loss_scale_as_it_is() {
+    for gradient_accumulation in [1, 2] {
+        let run = |weight: Option<f64>| {
+            let mut config = half(Stage::Parameters, 2, Dtype::F16);
+            config.precision.loss_scale = None;
+            config.training.gradient_accumulation = gradient_accumulation;
+            let runs = launch(&config, move |rank| {
+                let mut model = start::<Gpt>(&rank)?;
+                let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+                let mut scales = Vec::new();
+                for batch in 0..STEPS {
+                    let loss = model.loss(batch, share(&rank), &rank.device());
+                    let gradients = match weight {
+                        Some(weight) => model.backward_weighted(loss, weight)?,
+                        None => model.backward(loss)?,
+                    };
+                    optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+                    scales.push(model.loss_scale());
+                }
+                Ok((scales, weights(&model)?))
+            });
+            runs.unwrap()
+        };
+        let plain = run(None);
+        // Thousands of tokens, which an f16 gradient would feel.
+        assert_eq!(run(Some(65536.0)), plain, "{gradient_accumulation} micro-batches");
+    }
+}
+
 #[test]
 fn what_is_not_finite_at_the_smallest_scale_is_no_overflow() {
     let config = half(Stage::Parameters, 2, Dtype::F16);

@@ -515,7 +515,10 @@ fn a_scheduler_that_warns_of_the_end_gets_a_checkpoint_from_which_the_run_goes_o
         let output = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         let stopped = newest();
-        assert!(output.status.success() && said.contains(&format!("stopped after {stopped} steps")), "{signal}: {said}");
+        assert!(
+            output.status.success() && said.contains(&format!("stopped after {stopped} steps")),
+            "{signal}: {said}"
+        );
         assert!((5..150).contains(&stopped), "{signal}: after {stopped} steps");
         let resumed = run(&long(&folder, &["--checkpoints", root.to_str().unwrap(), "--resume"])).unwrap().losses;
         assert_eq!(resumed, straight[stopped..], "{signal}");

@@ -36,7 +36,10 @@ enum Total {
     Squares,
     Largest,
     /// Powers of shares of `largest`, which is finite and not 0.
-    Powers { order: f64, largest: f64 },
+    Powers {
+        order: f64,
+        largest: f64,
+    },
 }
 
 impl Norm {

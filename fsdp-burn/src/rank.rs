@@ -97,6 +97,14 @@ impl Rank {
     /// # Errors
     /// If it clips by the norm of each tensor, which blocks of a tensor do not have. An optimizer that needs whole
     /// tensors is refused at its first step, where it meets the parameters.
+    ///
+    /// Burn's L-BFGS, which steps a whole model by itself, is no such optimizer:
+    ///
+    /// ```compile_fail,E0277
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// launch(&Config::default(), |rank| rank.optimizer(burn::optim::LBFGSConfig::new().init()).map(drop));
+    /// ```
     pub fn optimizer<O: Into<ModuleOptimizer>>(&self, optimizer: O) -> Result<ShardedOptimizer, Error> {
         ShardedOptimizer::new(optimizer, &self.config)
     }

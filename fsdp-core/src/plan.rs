@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use crate::policy::{is_index, matches};
 use crate::{
     Dtype, FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
 };
-use crate::policy::{is_index, matches};
 use crate::{Table, UnitTraits, WrapPolicy, grouped};
 
 /// Name of the unit of all parameters that no rule puts elsewhere.

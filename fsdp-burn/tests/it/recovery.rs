@@ -102,7 +102,8 @@ fn a_loss_without_a_weight_counts_as_one_item_beside_weighted_ones() {
     for weighted_first in [true, false] {
         let weight = |batch: usize| ((batch == 0) == weighted_first).then_some(12.0);
         let (model, device) = plain_model::<Mlp>();
-        let sum = (0..2).map(|batch| model.loss(batch, 0..BATCH, &device) * (weight(batch).map_or(1.0, |w| 2.0 * w) / 25.0));
+        let sum =
+            (0..2).map(|batch| model.loss(batch, 0..BATCH, &device) * (weight(batch).map_or(1.0, |w| 2.0 * w) / 25.0));
         let gradients = burn::optim::GradientsParams::from_grads(sum.reduce(|a, b| a + b).unwrap().backward(), &model);
         let weights_after = plain_weights(&Optimizer::Sgd.build().step(0.05, model, gradients));
         let expected = Outcome { weights: weights_after, ..Outcome::default() };

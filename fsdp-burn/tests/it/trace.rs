@@ -433,8 +433,8 @@ fn a_collector_of_tracing_sees_every_wait_and_step_of_a_unit_as_a_span() {
     });
 }
 
-/// What rank 0 logs while a model is sharded.
-fn logged(config: &Config) -> Vec<String> {
+/// What rank 0 logs, with this in it, while a model is sharded.
+fn logged(config: &Config, what: &str) -> Vec<String> {
     let log = Log::default();
     let lines = log.lines.clone();
     launch(config, move |rank| {
@@ -443,12 +443,22 @@ fn logged(config: &Config) -> Vec<String> {
     })
     .unwrap();
     let lines = lines.lock().unwrap();
-    lines.iter().filter(|line| line.contains("nothing is sharded")).cloned().collect()
+    lines.iter().filter(|line| line.contains(what)).cloned().collect()
+}
+
+#[test]
+fn the_element_types_of_everything_are_told_at_the_start() {
+    let mut half = config(Stage::Parameters, 2);
+    (half.precision.parameters, half.precision.output) = (Dtype::F16, Dtype::Bf16);
+    let expected = "INFO parameters and optimizer state in f32, computed in f16, gradients sent in f32, outputs cast to bf16, \
+                    a dynamic loss scale";
+    assert_eq!(logged(&half, "optimizer state"), [expected]);
 }
 
 #[test]
 fn a_stage_that_has_no_rank_to_shard_over_says_so() {
     let replicas = Some(Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 1)]).unwrap());
+    let logged = |config: &Config| logged(config, "nothing is sharded");
     let expected = "INFO the mesh has one rank along `shard`, so nothing is sharded: stage 2 behaves like stage 0";
     assert_eq!(logged(&Config { mesh: replicas.clone(), ..config(Stage::Gradients, 2) }), [expected]);
     assert_eq!(logged(&config(Stage::Gradients, 1)), [expected]);

@@ -406,7 +406,7 @@ impl PartlyFrozen {
     fn loss(&self, x: Tensor<3>, again: bool) -> Tensor<1> {
         let through = |layers: &[Linear], x: Tensor<3>| {
             layers.iter().fold(x, |x, layer| match again {
-                true => recompute(layer, x, Linear::forward),
+                true => recompute(layer, x, |layer, x| layer.forward(x)),
                 false => layer.forward(x),
             })
         };

@@ -51,7 +51,8 @@ impl<M: Module> ShardedModel<M> {
     /// Neither are parameters of integers or booleans, which nothing changes. The configured `timeout_s` must allow for the slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
-    /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
+    /// stored, and beside them as `config` and `plan`, for whoever looks into the checkpoint, the configuration as TOML and
+    /// [`ShardedModel::summary`], unless the program has sections of these names. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
     /// checkpoints that were there, and this one whole or not at all.
     ///
     /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
@@ -77,7 +78,14 @@ impl<M: Module> ShardedModel<M> {
     ///
     /// # Errors
     /// As [`ShardedModel::save`], the disk aside.
-    pub(crate) fn note(&self, optimizer: &ShardedOptimizer, sections: BTreeMap<String, Value>) -> Result<Noted, Error> {
+    pub(crate) fn note(
+        &self,
+        optimizer: &ShardedOptimizer,
+        mut sections: BTreeMap<String, Value>,
+    ) -> Result<Noted, Error> {
+        for (name, text) in [("config", self.config().to_toml()), ("plan", self.summary())] {
+            sections.entry(name.to_owned()).or_insert_with(|| text.into());
+        }
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {

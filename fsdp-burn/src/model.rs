@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory,
-    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Config, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan,
+    PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
@@ -41,8 +41,7 @@ pub struct ShardedModel<M> {
     planned: Arc<[Entry]>,
     /// Of each adapter, by the entry of its base.
     scales: Vec<Option<f64>>,
-    /// Whose running statistics all ranks go on with after a step.
-    buffers: Buffers,
+    config: Arc<Config>,
     engine: Arc<Engine>,
 }
 
@@ -142,8 +141,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             tracing::info!("{}", engine.precision_summary());
         }
         let (module, scales) = attach(module, &entries, &managed, &engine);
-        let buffers = training.buffers;
-        Ok(Self { module, managed, entries: entries.into(), plan, planned, scales, buffers, engine })
+        let (config, entries) = (rank.shared_config(), entries.into());
+        Ok(Self { module, managed, entries, plan, planned, scales, config, engine })
     }
 }
 
@@ -379,6 +378,11 @@ impl<M: Module> ShardedModel<M> {
         self.engine.reset_stats();
     }
 
+    /// The configuration of the run.
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.engine
     }
@@ -450,13 +454,14 @@ impl<M: Module> ShardedModel<M> {
     /// Lets all ranks go on with equal running statistics, if there are some and the configuration says so.
     pub(crate) fn agree_on_buffers(&mut self) -> Result<(), Error> {
         let control = self.engine.links().control.clone();
-        if self.buffers == Buffers::Local || control.world_size() == 1 {
+        let policy = self.config.training.buffers;
+        if policy == Buffers::Local || control.world_size() == 1 {
             return Ok(());
         }
         let own = self.buffers();
         if !own.is_empty() {
             let tag = OpTag::new(self.engine.progress().0, Phase::Optimizer, "running statistics");
-            let agreed = buffers::agree(self.buffers, control.as_ref(), &tag, own)?;
+            let agreed = buffers::agree(policy, control.as_ref(), &tag, own)?;
             self.set_buffers(agreed);
         }
         Ok(())

@@ -288,6 +288,11 @@ impl Rank {
         self.channel.as_ref()?.stragglers(patience)
     }
 
+    /// The configuration, for what outlives the rank.
+    pub(crate) fn shared_config(&self) -> Arc<Config> {
+        self.config.clone()
+    }
+
     pub(crate) fn tier(&self) -> Option<Arc<Tier>> {
         self.tier.get().cloned()
     }

@@ -416,7 +416,8 @@ fn a_collector_of_tracing_sees_every_wait_and_step_of_a_unit_as_a_span() {
                 let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
                 optim.step(0.01, &mut model, gradients)?;
             }
-            Ok(model.plan().units().iter().map(|unit| unit.name.clone()).collect::<Vec<_>>())
+            let names = model.plan().units().iter().map(|unit| unit.name.clone());
+            Ok::<Vec<_>, fsdp_burn::Error>(names.collect())
         };
         if rank.is_main() { tracing::subscriber::with_default(log.clone(), train) } else { train() }
     })

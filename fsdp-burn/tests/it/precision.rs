@@ -443,3 +443,33 @@ fn half_precision_sums_over_shards_do_not_overflow_where_the_mean_does_not() {
         .unwrap();
     }
 }
+
+/// In bf16 256 and 1 are 256, so eight small gradients after a large one would be lost.
+#[test]
+fn micro_batches_add_up_in_float32_whatever_they_are_computed_and_sent_in() {
+    for stage in Stage::ALL {
+        for accumulate in [Accumulate::Reduced, Accumulate::Local] {
+            for reduce in [Dtype::F32, Dtype::Bf16] {
+                let mut config = half(stage, 2, Dtype::Bf16);
+                config.precision.reduce = reduce;
+                (config.training.accumulate, config.training.gradient_accumulation) = (accumulate, 9);
+                let trained = launch(&config, |rank| {
+                    let slope = Param::from_tensor(Tensor::zeros([4, 3], &rank.device()));
+                    let mut model = rank.shard(Steep { slope })?;
+                    let mut optim = rank.optimizer(SgdConfig::new().init())?;
+                    for batch in 0..9 {
+                        let gradient = if batch == 0 { 256.0 } else { 1.0 };
+                        let gradients = model.backward(model.slope.val().mul_scalar(gradient).sum())?;
+                        optim.step(1.0, &mut model, gradients)?;
+                    }
+                    weights(&model)
+                });
+                let expected = -(256.0 + 8.0) / 9.0;
+                for (_, values) in trained.unwrap().into_iter().flatten() {
+                    let what = format!("{stage}, {accumulate}, sent in {reduce}: {values:?}");
+                    assert!(values.iter().all(|value| (value - expected).abs() < 1e-4), "{what}");
+                }
+            }
+        }
+    }
+}

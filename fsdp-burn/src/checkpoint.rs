@@ -48,12 +48,15 @@ impl<M: Module> ShardedModel<M> {
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
     /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]` is not saved: it is the program's own.
-    /// Neither are parameters of integers or booleans, which nothing changes. The configured `timeout_s` must allow for the slowest disk.
+    /// Neither are parameters of integers or booleans, which nothing changes. The configured `timeout_s` must allow for the
+    /// slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
-    /// stored, and beside them as `config` and `plan`, for whoever looks into the checkpoint, the configuration as TOML and
-    /// [`ShardedModel::summary`], unless the program has sections of these names. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
-    /// checkpoints that were there, and this one whole or not at all.
+    /// stored. Unless the program has sections of these names, `config` and `plan` are beside them, for whoever looks into the
+    /// checkpoint: the configuration as TOML, and [`ShardedModel::summary`].
+    ///
+    /// Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the checkpoints
+    /// that were there, and this one whole or not at all.
     ///
     /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
     /// on.

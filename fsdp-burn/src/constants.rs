@@ -50,7 +50,7 @@ impl Sharer<'_> {
         let form = format!("{:?} of {:?}", own.shape().to_vec(), own.dtype());
         let roots = self.control.broadcast(&tag, 0, is_root.then(|| Bytes::from(form.clone())))?;
         let bytes = self.control.broadcast(&tag, 0, is_root.then(|| host::elements(own.clone())))?;
-        if form.as_bytes() != &roots[..] {
+        if roots != form.as_bytes() {
             return Err(Error::Parameter {
                 parameter,
                 problem: format!("it is {form}, and on rank 0 {}", String::from_utf8_lossy(&roots)),

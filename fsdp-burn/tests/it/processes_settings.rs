@@ -4,7 +4,6 @@
 use std::fs;
 use std::time::Duration;
 
-use burn::module::Module;
 use fsdp_burn::{Accumulate, Axis, Buffers, Config, Dtype, Error, Mesh, Rank, Stage, StepOutcome, launch};
 
 use crate::common::files::Scratch;

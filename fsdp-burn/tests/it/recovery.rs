@@ -100,7 +100,7 @@ fn weights_of_losses_count_over_all_micro_batches_and_ranks() {
 #[test]
 fn a_loss_without_a_weight_counts_as_one_item_beside_weighted_ones() {
     for weighted_first in [true, false] {
-        let weight = |batch: usize| ((batch == 0) == weighted_first).then_some(12.0);
+        let weight = move |batch: usize| ((batch == 0) == weighted_first).then_some(12.0);
         let (model, device) = plain_model::<Mlp>();
         let sum =
             (0..2).map(|batch| model.loss(batch, 0..BATCH, &device) * (weight(batch).map_or(1.0, |w| 2.0 * w) / 25.0));

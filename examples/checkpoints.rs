@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_burn::{CheckpointError, Error, Rank, SaveOptions, Saver, ShardedModel, ShardedOptimizer};
-use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
@@ -99,10 +98,8 @@ impl Checkpoints {
         // A signal reaches the process at some moment; ranks must agree in which step it was.
         let stop = rank.any(self.interrupted.load(Ordering::Relaxed))?;
         if stop || is_last || num_steps.is_multiple_of(self.every) {
-            let sections = BTreeMap::from([
-                ("config".to_owned(), json!(rank.config().to_toml())),
-                ("plan".to_owned(), json!(model.summary())),
-            ]);
+            // The samples of a step depend on its number alone.
+            let sections = BTreeMap::new();
             let saved = match saver {
                 None => Some(model.save(&self.root, optimizer, sections, &self.options)?),
                 Some(saver) => {

@@ -4,11 +4,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use burn::module::{Lora, Module};
-use burn::nn::{Embedding as BurnEmbedding, EmbeddingConfig};
+use burn::nn::{Embedding as BurnEmbedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_burn::{
     Config, Dtype, Error, MemoryEstimate, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage, launch, nn::Embedding,
+    recompute,
 };
 use fsdp_examples::{Gpt, GptConfig, activations};
 use peak_alloc::PeakAlloc;
@@ -344,4 +345,110 @@ fn after_forward_tables_of_burns_embedding_are_held_and_those_of_this_project_ar
     assert!(burn > NUM_TABLES * TABLE_BYTES, "{burn}");
     // The last table stays through the turn to backward.
     assert!(ours < 2 * TABLE_BYTES, "{ours}");
+}
+
+/// Gathered units and gradients of more than a megabyte, whose buffers are used again, and smaller ones.
+const GROWING: GptConfig =
+    GptConfig { layers: 2, width: 192, heads: 4, sequence: 8, vocabulary: 2048, recompute: false };
+
+#[test]
+fn a_process_holds_no_more_after_a_hundred_steps() {
+    let _turn = alone();
+    for stage in Stage::ALL {
+        let config = Config { stage, world_size: 2, timeout_s: 60.0, ..Config::default() };
+        let held = launch(&config, |rank| {
+            let device = rank.device();
+            let mut model = rank.shard(GROWING.init(&device))?;
+            let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
+            let mut held = Vec::new();
+            for step in 1..=110 {
+                let tokens = Tensor::<2, Int>::from_ints([[1, 2, 3, 4, 5, 6, 7, step]], &device);
+                let gradients = model.backward(model.loss(tokens.clone(), tokens))?;
+                optimizer.step(1e-3, &mut model, gradients)?;
+                if step == 10 || step == 110 {
+                    model.synchronize()?;
+                    rank.barrier()?;
+                    held.push(ALLOCATOR.current_usage());
+                    rank.barrier()?;
+                }
+            }
+            Ok(held)
+        });
+        let held = held.expect("training runs").swap_remove(0);
+        println!("{stage}: {} bytes after 10 steps, {} after 110", held[0], held[1]);
+        assert!(held[1] < held[0] + held[0] / 100, "{stage}: {held:?}");
+    }
+}
+
+const NUM_FROZEN: usize = 6;
+/// Just too small for a gathered matrix to be kept for the next gather.
+const FROZEN_WIDTH: usize = 500;
+const FROZEN_BYTES: usize = 4 * FROZEN_WIDTH * FROZEN_WIDTH;
+
+/// A layer that is trained, with frozen ones in front of it and behind it.
+#[derive(Module, Debug, Sharded)]
+struct PartlyFrozen {
+    #[shard(units)]
+    front: Vec<Linear>,
+    #[shard(unit)]
+    trained: Linear,
+    #[shard(units)]
+    behind: Vec<Linear>,
+}
+
+impl PartlyFrozen {
+    fn init(device: &Device) -> Self {
+        let linear = || LinearConfig::new(FROZEN_WIDTH, FROZEN_WIDTH).with_bias(false).init(device);
+        let frozen = || (0..NUM_FROZEN).map(|_| linear().no_grad()).collect();
+        Self { front: frozen(), trained: linear(), behind: frozen() }
+    }
+
+    fn loss(&self, x: Tensor<3>, again: bool) -> Tensor<1> {
+        let through = |layers: &[Linear], x: Tensor<3>| {
+            layers.iter().fold(x, |x, layer| match again {
+                true => recompute(layer, x, |layer, x| layer.forward(x)),
+                false => layer.forward(x),
+            })
+        };
+        through(&self.behind, self.trained.forward(through(&self.front, x))).mean()
+    }
+}
+
+/// What the plan says is held, in bytes, and what a forward leaves alive, above what lived before.
+fn held_of_frozen(again: bool) -> (usize, usize) {
+    let prefetch = PrefetchConfig { forward: 0, backward: 0, max_bytes: None };
+    let config = Config { stage: Stage::Parameters, world_size: 2, timeout_s: 60.0, prefetch, ..Config::default() };
+    let outcomes = launch(&config, move |rank| {
+        let device = rank.device();
+        let mut model = rank.shard(PartlyFrozen::init(&device))?;
+        let mut optimizer = rank.optimizer(SgdConfig::new().init())?;
+        let mut held = 0;
+        for _ in 0..STEPS {
+            rank.barrier()?;
+            let before = ALLOCATOR.current_usage();
+            rank.barrier()?;
+            let loss = model.loss(Tensor::ones([1, 2, FROZEN_WIDTH], &device), again);
+            rank.barrier()?;
+            held = ALLOCATOR.current_usage().saturating_sub(before);
+            rank.barrier()?;
+            let gradients = model.backward(loss)?;
+            optimizer.step(0.1, &mut model, gradients)?;
+        }
+        let plan = model.plan();
+        let planned = (0..plan.units().len()).map(|unit| 4 * plan.held_frozen_len(unit)).sum::<usize>();
+        Ok((planned, held))
+    });
+    outcomes.unwrap()[0]
+}
+
+#[test]
+fn what_is_frozen_behind_something_trained_is_held_as_the_plan_says_and_not_where_it_is_recomputed() {
+    let _turn = alone();
+    let (planned, held) = held_of_frozen(false);
+    let (_, recomputed) = held_of_frozen(true);
+    println!("after forward: {planned} bytes planned, {held} held, {recomputed} where it is recomputed");
+    assert_eq!(planned, NUM_FROZEN * FROZEN_BYTES);
+    // The last layer of forward stays for backward in any case.
+    assert!(held >= planned && held < planned + 2 * FROZEN_BYTES, "{held} of {planned}");
+    assert!(recomputed < 2 * FROZEN_BYTES, "{recomputed}");
 }

@@ -471,3 +471,63 @@ fn a_run_that_is_done_already_says_so() {
     assert!(failure.contains("30 steps") && failure.contains("--steps"), "{failure}");
     fs::remove_dir_all(&folder).unwrap();
 }
+
+/// The part of the test that is told to stop, in a process of its own, since a signal reaches a process.
+#[test]
+fn child_trains_until_it_is_told_to_stop() {
+    let Some(folder) = std::env::var_os("FSDP_TEST_INTERRUPTED") else { return };
+    let folder = PathBuf::from(folder);
+    let root = folder.join("checkpoints");
+    let more = ["--checkpoints", root.to_str().unwrap(), "--save-every", "5"];
+    let losses = run(&long(&folder, &more)).unwrap().losses;
+    println!("stopped after {} steps", losses.len());
+}
+
+/// A run that goes on for a while.
+fn long(folder: &Path, more: &[&str]) -> Args {
+    Args { steps: 150, ..args(&folder.join("loss.svg"), more) }
+}
+
+#[test]
+fn a_scheduler_that_warns_of_the_end_gets_a_checkpoint_from_which_the_run_goes_on() {
+    let _turn = turn();
+    let folder = folder("interrupted");
+    let root = folder.join("checkpoints");
+    let newest = || {
+        let entries = fs::read_dir(&root).into_iter().flatten().map(|entry| entry.unwrap().file_name());
+        let steps = entries.filter_map(|name| name.to_str()?.strip_prefix("step-")?.parse::<usize>().ok());
+        steps.max().unwrap_or(0)
+    };
+    let straight = run(&long(&folder, &[])).unwrap().losses;
+    for signal in ["TERM", "INT"] {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "tests::child_trains_until_it_is_told_to_stop", "--nocapture"]);
+        child.env("FSDP_TEST_INTERRUPTED", &folder).stdout(std::process::Stdio::piped());
+        let mut child = child.spawn().unwrap();
+        let begun = std::time::Instant::now();
+        while newest() == 0 {
+            assert!(begun.elapsed().as_secs() < 120, "no checkpoint comes");
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        let kill = format!("kill -{signal} {}", child.id());
+        assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        while child.try_wait().unwrap().is_none() {
+            if begun.elapsed().as_secs() > 240 {
+                child.kill().unwrap();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let stopped = newest();
+        assert!(
+            output.status.success() && said.contains(&format!("stopped after {stopped} steps")),
+            "{signal}: {said}"
+        );
+        assert!((5..150).contains(&stopped), "{signal}: after {stopped} steps");
+        let resumed = run(&long(&folder, &["--checkpoints", root.to_str().unwrap(), "--resume"])).unwrap().losses;
+        assert_eq!(resumed, straight[stopped..], "{signal}");
+        fs::remove_dir_all(&root).unwrap();
+    }
+    fs::remove_dir_all(&folder).unwrap();
+}

@@ -47,12 +47,16 @@ impl<M: Module> ShardedModel<M> {
     /// Saves model, optimizer and random numbers as `root/step-N`, N being the optimizer steps done, and lets
     /// `root/latest` name it. *Collective*; not between a backward and its step.
     ///
-    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]`, and parameters of integers or
-    /// booleans, are not saved: they are the program's own. The configured `timeout_s` must allow for the slowest disk.
+    /// Running statistics are stored once, rank 0's. What is marked `#[shard(ignore)]` is not saved: it is the program's own.
+    /// Neither are parameters of integers or booleans, which nothing changes. The configured `timeout_s` must allow for the
+    /// slowest disk.
     ///
     /// `sections` are values of the program's own, such as the position in the data or the state of a scheduler; rank 0's are
-    /// stored. Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the
-    /// checkpoints that were there, and this one whole or not at all.
+    /// stored. Unless the program has sections of these names, `config` and `plan` are beside them, for whoever looks into the
+    /// checkpoint: the configuration as TOML, and [`ShardedModel::summary`].
+    ///
+    /// Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the checkpoints
+    /// that were there, and this one whole or not at all.
     ///
     /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
     /// on.
@@ -77,7 +81,14 @@ impl<M: Module> ShardedModel<M> {
     ///
     /// # Errors
     /// As [`ShardedModel::save`], the disk aside.
-    pub(crate) fn note(&self, optimizer: &ShardedOptimizer, sections: BTreeMap<String, Value>) -> Result<Noted, Error> {
+    pub(crate) fn note(
+        &self,
+        optimizer: &ShardedOptimizer,
+        mut sections: BTreeMap<String, Value>,
+    ) -> Result<Noted, Error> {
+        for (name, text) in [("config", self.config().to_toml()), ("plan", self.summary())] {
+            sections.entry(name.to_owned()).or_insert_with(|| text.into());
+        }
         let engine = self.engine();
         let (step, backwards) = engine.progress();
         if backwards > 0 {
@@ -307,10 +318,10 @@ impl<M: Module> ShardedModel<M> {
     /// Optimizer state that lies on the disk, unit by unit.
     fn load_away_states(&self, checkpoint: &Checkpoint, optimizer: &mut ShardedOptimizer) -> Result<(), Error> {
         let engine = self.engine();
-        for (unit, tiers) in engine.offload().unit_tiers(self.plan()).into_iter().enumerate() {
-            if tiers.state {
-                let is_of_unit =
-                    |param: usize| self.plan().params()[param].unit == unit && engine.offload().has_state(param);
+        for unit in 0..self.plan().units().len() {
+            let is_of_unit =
+                |param: usize| self.plan().params()[param].unit == unit && engine.offload().has_state(param);
+            if (0..self.plan().params().len()).any(is_of_unit) {
                 let record = self.optimizer_record(checkpoint, is_of_unit)?;
                 if !record.is_empty() {
                     optimizer.load_away(engine, unit, record)?;

@@ -4,6 +4,9 @@
 //! Each parameter is cut into the blocks of its layout even where every rank holds all of it, the powers of each block
 //! are added up in double precision, and the blocks' sums are added in the order of parameters and ranks. So the norm,
 //! and every clipped gradient after it, has the same bits at every stage.
+//!
+//! Powers of a high order overflow and underflow long before their root does: 1e-3 to the 200th is 0 in double precision.
+//! So an order other than 2 first asks for the largest magnitude of all, and then sums powers of shares of it.
 
 use std::collections::BTreeMap;
 
@@ -27,6 +30,18 @@ pub(crate) enum Norm {
     Order(f64),
 }
 
+/// What is added up over blocks: see [Note: One norm for every stage].
+#[derive(Clone, Copy)]
+enum Total {
+    Squares,
+    Largest,
+    /// Powers of shares of `largest`, which is finite and not 0.
+    Powers {
+        order: f64,
+        largest: f64,
+    },
+}
+
 impl Norm {
     /// The norm of this order; infinity for the largest magnitude.
     pub(crate) fn of_order(order: f64) -> Self {
@@ -37,27 +52,48 @@ impl Norm {
         }
     }
 
-    /// What one block contributes: the sum of its powers, or its largest magnitude. NaN if any element is.
+    /// The norm, from what `total` finds over all blocks.
+    fn from_totals<E>(self, mut total: impl FnMut(Total) -> Result<f64, E>) -> Result<f64, E> {
+        match self {
+            Norm::Two => Ok(total(Total::Squares)?.sqrt()),
+            Norm::Infinity => total(Total::Largest),
+            Norm::Order(order) => match total(Total::Largest)? {
+                largest if largest.is_finite() && largest > 0.0 => {
+                    Ok(largest * total(Total::Powers { order, largest })?.powf(order.recip()))
+                }
+                largest => Ok(largest),
+            },
+        }
+    }
+}
+
+impl Total {
+    /// What one block contributes. NaN if any element is.
     fn of_block(self, bytes: &[u8], dtype: Dtype) -> f64 {
         match self {
-            Norm::Two => sum_of_squares(bytes, dtype),
-            Norm::Infinity => fold(bytes, dtype, |largest, value| larger(largest, value.abs())),
-            Norm::Order(order) => fold(bytes, dtype, |sum, value| sum + value.abs().powf(order)),
+            Total::Squares => sum_of_squares(bytes, dtype),
+            Total::Largest => fold(bytes, dtype, |largest, value| larger(largest, value.abs())),
+            Total::Powers { order, largest } => {
+                fold(bytes, dtype, |sum, value| sum + (value.abs() / largest).powf(order))
+            }
         }
     }
 
-    /// The norm of all blocks, from what each contributes.
+    /// Of all blocks, from what each contributes.
     fn of_all(self, blocks: impl Iterator<Item = f64>) -> f64 {
         match self {
-            Norm::Two => blocks.sum::<f64>().sqrt(),
-            Norm::Infinity => blocks.fold(0.0, larger),
-            Norm::Order(order) => blocks.sum::<f64>().powf(order.recip()),
+            Total::Squares | Total::Powers { .. } => blocks.sum(),
+            Total::Largest => blocks.fold(0.0, larger),
         }
     }
 }
 
 /// The norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
 pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64, Error> {
+    norm.from_totals(|total| global_total(engine, step, total))
+}
+
+fn global_total(engine: &Engine, step: u64, total: Total) -> Result<f64, Error> {
     let plan = engine.plan();
     let num_shards = engine.links().control_shard.world_size();
     // By parameter and block; each rank fills in the blocks it holds.
@@ -67,10 +103,10 @@ pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64,
         let dtype = engine.dtype(param);
         let blocks = parts.entry(param).or_insert_with(|| vec![0.0; num_shards]);
         if spec.is_split() {
-            blocks[engine.shard_index()] = norm.of_block(gradient, dtype);
+            blocks[engine.shard_index()] = total.of_block(gradient, dtype);
         } else {
             for (rank, part) in blocks.iter_mut().enumerate() {
-                *part = norm.of_block(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
+                *part = total.of_block(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
             }
         }
     })?;
@@ -92,7 +128,7 @@ pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64,
             }
         }
     }
-    Ok(norm.of_all(parts.into_values().flatten()))
+    Ok(total.of_all(parts.into_values().flatten()))
 }
 
 /// What gradients are multiplied with so that their norm is at most `max_norm`.
@@ -157,15 +193,27 @@ mod tests {
     fn each_order_is_its_own_norm_and_none_loses_a_nan() {
         let bytes = |values: &[f64]| values.iter().flat_map(|value| value.to_ne_bytes()).collect::<Vec<u8>>();
         let norm = |order: f64, blocks: &[&[f64]]| {
-            let norm = Norm::of_order(order);
-            norm.of_all(blocks.iter().map(|block| norm.of_block(&bytes(block), Dtype::F64)))
+            let total = |total: Total| {
+                let blocks = blocks.iter().map(|block| total.of_block(&bytes(block), Dtype::F64));
+                Ok::<_, std::convert::Infallible>(total.of_all(blocks))
+            };
+            Norm::of_order(order).from_totals(total).unwrap()
         };
         let blocks: [&[f64]; 3] = [&[3.0, -4.0], &[], &[0.0, -12.0]];
         assert_eq!(norm(2.0, &blocks), 13.0);
         assert_eq!(norm(1.0, &blocks), 19.0);
         assert_eq!(norm(f64::INFINITY, &blocks), 12.0);
         assert!((norm(3.0, &blocks) - (27.0_f64 + 64.0 + 1728.0).cbrt()).abs() < 1e-12);
-        for order in [1.0, 2.0, 3.0, f64::INFINITY] {
+        assert_eq!(norm(3.0, &[&[0.0], &[]]), 0.0);
+        // Nothing of a high order overflows or vanishes: it nears the largest magnitude.
+        for scale in [1e-30, 1e-3, 1.0, 1e30] {
+            let blocks: [&[f64]; 2] = [&[3.0 * scale, -4.0 * scale], &[4.0 * scale]];
+            for order in [200.0, 1e6] {
+                let expected = 4.0 * scale * 2.0_f64.powf(1.0 / order);
+                assert!((norm(order, &blocks) - expected).abs() < 1e-9 * expected, "{order} of {scale}");
+            }
+        }
+        for order in [1.0, 2.0, 3.0, 1e6, f64::INFINITY] {
             for blocks in [[&[f64::NAN, 1.0], &[2.0_f64][..]], [&[1.0, 2.0], &[f64::NAN][..]]] {
                 assert!(norm(order, &blocks).is_nan(), "{order}");
             }

@@ -57,6 +57,7 @@ mod buffers;
 mod casts;
 mod checkpoint;
 mod clip;
+mod constants;
 mod distribute;
 mod elementwise;
 mod engine;

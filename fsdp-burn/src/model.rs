@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Activations, Axis, Buffers, Communicator, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan, PlanMemory,
-    PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Config, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan,
+    PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
@@ -18,7 +18,7 @@ use crate::offload::{Offload, unit_on_disk};
 use crate::precision::Dtypes;
 use crate::scaled_loss::scaled;
 use crate::survey::{Entry, survey};
-use crate::{Error, Rank, Sharded, host};
+use crate::{Error, Rank, Sharded, constants, host};
 
 /// A sharded model. It derefs to the model, whose `forward` is called as ever.
 ///
@@ -41,8 +41,7 @@ pub struct ShardedModel<M> {
     planned: Arc<[Entry]>,
     /// Of each adapter, by the entry of its base.
     scales: Vec<Option<f64>>,
-    /// Whose running statistics all ranks go on with after a step.
-    buffers: Buffers,
+    config: Arc<Config>,
     engine: Arc<Engine>,
 }
 
@@ -83,7 +82,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             .filter(|entry| entry.is_param && entry.tied_to.is_none())
             .map(|entry| entry.spec.clone())
             .collect();
-        let plan = Plan::new(&M::wrap_policy(), &specs, &mesh, config.stage)?;
+        let policy = M::wrap_policy();
+        let plan = Plan::new(&policy, &specs, &mesh, config.stage)?;
         check_supported(&plan, &entries)?;
         for warning in plan.warnings().iter().filter(|_| rank.is_main()) {
             tracing::warn!("{warning}");
@@ -116,6 +116,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             None => rank.tier(),
         };
         let offload = Offload::new(&config.offload, tier, &plan, shard_index);
+        let module = constants::share(module, &policy, links.control.as_ref())?;
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;
         let training = &config.training;
@@ -140,8 +141,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             tracing::info!("{}", engine.precision_summary());
         }
         let (module, scales) = attach(module, &entries, &managed, &engine);
-        let buffers = training.buffers;
-        Ok(Self { module, managed, entries: entries.into(), plan, planned, scales, buffers, engine })
+        let (config, entries) = (rank.shared_config(), entries.into());
+        Ok(Self { module, managed, entries, plan, planned, scales, config, engine })
     }
 }
 
@@ -157,6 +158,9 @@ impl<M: Module> ShardedModel<M> {
     /// # Errors
     /// If a collective fails.
     pub fn backward(&self, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
+        // After weighted losses of the same step it counts as one item.
+        let unit = self.engine.item_unit(1.0);
+        let loss = if unit == 1.0 { loss } else { widened(loss).mul_scalar(unit.recip()) };
         self.backward_over(None, loss)
     }
 
@@ -184,9 +188,8 @@ impl<M: Module> ShardedModel<M> {
         }
         // Where reducing divides by the number of ranks, that is undone: the step divides by the number of items.
         let factor = if self.engine.reduces_to_mean() { weight * control.world_size() as f64 } else { weight };
-        // The factor may be beyond what half precision can hold.
-        let loss = if loss.dtype().size() < 4 { loss.cast(FloatDType::F32) } else { loss };
-        self.backward_over(Some((total, weight > 0.0)), loss.mul_scalar(factor))
+        let factor = factor / self.engine.item_unit(total);
+        self.backward_over(Some((total, weight > 0.0)), widened(loss).mul_scalar(factor))
     }
 
     fn backward_over(&self, items: Option<(f64, bool)>, loss: Tensor<1>) -> Result<ShardedGradients, Error> {
@@ -375,6 +378,11 @@ impl<M: Module> ShardedModel<M> {
         self.engine.reset_stats();
     }
 
+    /// The configuration of the run.
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.engine
     }
@@ -446,13 +454,14 @@ impl<M: Module> ShardedModel<M> {
     /// Lets all ranks go on with equal running statistics, if there are some and the configuration says so.
     pub(crate) fn agree_on_buffers(&mut self) -> Result<(), Error> {
         let control = self.engine.links().control.clone();
-        if self.buffers == Buffers::Local || control.world_size() == 1 {
+        let policy = self.config.training.buffers;
+        if policy == Buffers::Local || control.world_size() == 1 {
             return Ok(());
         }
         let own = self.buffers();
         if !own.is_empty() {
             let tag = OpTag::new(self.engine.progress().0, Phase::Optimizer, "running statistics");
-            let agreed = buffers::agree(self.buffers, control.as_ref(), &tag, own)?;
+            let agreed = buffers::agree(policy, control.as_ref(), &tag, own)?;
             self.set_buffers(agreed);
         }
         Ok(())
@@ -472,6 +481,11 @@ impl<M: Module> ShardedModel<M> {
         self.module = refresh(self.module.clone(), &self.managed, &self.engine);
         Ok(())
     }
+}
+
+/// The loss in float32 at least: a factor may be beyond what half precision can hold.
+fn widened(loss: Tensor<1>) -> Tensor<1> {
+    if loss.dtype().size() < 4 { loss.cast(FloatDType::F32) } else { loss }
 }
 
 /// Runs `call`, in which an op may unwind because a collective has failed.

@@ -46,8 +46,12 @@ impl Offload {
             placed
         };
         let parameters = place(&config.parameters, &|param| !plan.is_resident(param));
-        let gradients = place(&config.gradients, &|param| param.trainable);
-        let optimizer = place(&config.optimizer, &|param| param.trainable);
+        // What is frozen may be trained later. Its places are chosen apart, so that shares are shares of what is trained now.
+        let of_trained = |shares: &TierShares| -> Vec<bool> {
+            let [trained, frozen] = [true, false].map(|trained| place(shares, &|param| param.trainable == trained));
+            trained.into_iter().zip(frozen).map(|(trained, frozen)| trained || frozen).collect()
+        };
+        let (gradients, optimizer) = (of_trained(&config.gradients), of_trained(&config.optimizer));
         Self { tier, parameters, gradients, optimizer }
     }
 
@@ -60,10 +64,12 @@ impl Offload {
         self.parameters[param]
     }
 
+    /// Whether the reduced gradient lies on the disk, when there is one.
     pub(crate) fn has_gradient(&self, param: usize) -> bool {
         self.gradients[param]
     }
 
+    /// Whether the optimizer's state lies on the disk, when there is some: also of what is frozen at the moment.
     pub(crate) fn has_state(&self, param: usize) -> bool {
         self.optimizer[param]
     }
@@ -86,11 +92,12 @@ impl Offload {
         }
     }
 
-    /// What the schedule must know.
+    /// What the schedule must know, with what `plan` trains.
     pub(crate) fn unit_tiers(&self, plan: &Plan) -> Vec<UnitTiers> {
         let tiers = |unit: &Unit| {
-            let any = |of: &[bool]| unit.params.iter().any(|&param| of[param]);
-            UnitTiers { blocks: any(&self.parameters), gradients: any(&self.gradients), state: any(&self.optimizer) }
+            let blocks = unit.params.iter().any(|&param| self.parameters[param]);
+            let of_trained = |of: &[bool]| unit.params.iter().any(|&param| of[param] && plan.params()[param].trainable);
+            UnitTiers { blocks, gradients: of_trained(&self.gradients), state: of_trained(&self.optimizer) }
         };
         plan.units().iter().map(tiers).collect()
     }

@@ -257,7 +257,10 @@ impl ShardedOptimizer {
         factor: f64,
     ) -> Result<(), Error> {
         let params: Vec<_> = engine.params_of(unit).map(|(param, _)| param).collect();
-        let (away, here): (Vec<_>, Vec<_>) = params.into_iter().partition(|&param| engine.offload().has_state(param));
+        let (mut away, here): (Vec<_>, Vec<_>) =
+            params.into_iter().partition(|&param| engine.offload().has_state(param));
+        // What is frozen leaves its state where it is.
+        away.retain(|&param| engine.is_trained(param));
         let work = Work { lr, engine, entries, factor, clip_value: self.clip_value };
         work.step(self.here(unit), &here)?;
         if let (false, Some(tier)) = (away.is_empty(), engine.offload().tier()) {

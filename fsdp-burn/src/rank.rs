@@ -81,9 +81,8 @@ impl Rank {
         Device::flex().autodiff().gradient_checkpointing()
     }
 
-    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights and running statistics; what
-    /// is marked `#[shard(ignore)]`, and parameters of integers or booleans, stay as each rank has built them.
-    /// *Collective.*
+    /// Shards a model that this rank has just built. All ranks get rank 0's initial weights, running statistics, and
+    /// parameters of integers and booleans; what is marked `#[shard(ignore)]` stays as each rank has built it. *Collective.*
     ///
     /// Memory: at stage 3, the largest single parameter on rank 0 and this rank's blocks; below, the whole model.
     ///
@@ -98,6 +97,14 @@ impl Rank {
     /// # Errors
     /// If it clips by the norm of each tensor, which blocks of a tensor do not have. An optimizer that needs whole
     /// tensors is refused at its first step, where it meets the parameters.
+    ///
+    /// Burn's L-BFGS, which steps a whole model by itself, is no such optimizer:
+    ///
+    /// ```compile_fail,E0277
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// launch(&Config::default(), |rank| rank.optimizer(burn::optim::LBFGSConfig::new().init()).map(drop));
+    /// ```
     pub fn optimizer<O: Into<ModuleOptimizer>>(&self, optimizer: O) -> Result<ShardedOptimizer, Error> {
         ShardedOptimizer::new(optimizer, &self.config)
     }
@@ -279,6 +286,11 @@ impl Rank {
     /// wait too. A warning says the same after a quarter of the time limit, or 30 s. Threads of one process are not looked at.
     pub fn stragglers(&self, patience: Duration) -> Option<Stragglers> {
         self.channel.as_ref()?.stragglers(patience)
+    }
+
+    /// The configuration, for what outlives the rank.
+    pub(crate) fn shared_config(&self) -> Arc<Config> {
+        self.config.clone()
     }
 
     pub(crate) fn tier(&self) -> Option<Arc<Tier>> {

@@ -126,7 +126,7 @@ impl ModuleVisitor for Surveyor {
                 Some(entry) if name == Marked::NAME => entry.is_param = true,
                 Some(entry) if name == LORA => {
                     // Its own slot holds the adapter, and so no mark.
-                    (entry.is_param, entry.lora) = (true, Some(LoraPart::Base));
+                    (entry.is_param, entry.lora, entry.spec.adapted) = (true, Some(LoraPart::Base), true);
                     self.in_adapter = true;
                 }
                 _ => self.foreign = self.foreign.take().or(Some((self.path.join("."), name.to_owned()))),
@@ -158,6 +158,7 @@ impl ModuleVisitor for Surveyor {
             trainable,
             held_by_op: self.in_embedding,
             shape_is_read: self.in_shape_reader,
+            adapted: false,
             also: Vec::new(),
         };
         let lora = self.in_adapter.then_some(LoraPart::Factor);

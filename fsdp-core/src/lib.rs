@@ -55,6 +55,7 @@ mod config;
 mod cost;
 mod dtype;
 mod forecast;
+mod frozen;
 mod hardware;
 mod launcher;
 mod layout;

@@ -38,8 +38,7 @@ impl LossScaler {
     pub const INITIAL: f64 = 65536.0;
     /// A dynamic scale doubles after so many steps without overflow.
     pub const GROWTH_INTERVAL: u32 = 2000;
-    /// The least dynamic scale, below 1 for losses that are multiplied with a number of items. What is not finite at this scale
-    /// is no overflow.
+    /// The least dynamic scale, below 1 for losses that are sums. What is not finite at this scale is no overflow.
     pub const MIN: f64 = 1.0 / 65536.0;
     /// The largest dynamic scale.
     pub const MAX: f64 = 16_777_216.0;

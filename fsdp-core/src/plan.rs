@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::policy::{is_index, matches};
 use crate::{
     Dtype, FieldRule, Mesh, PartitionSpec, PrefetchDepth, Role, ShardLayout, SpecError, Stage, UnitIndex, UnitOverrides,
 };
@@ -24,6 +25,8 @@ pub struct ParamSpec {
     /// The layer looks at the shape that the model stores, as Burn's batch norm and RMS norm do: where parameters are cut,
     /// this one stays whole on every rank.
     pub shape_is_read: bool,
+    /// It has a LoRA adapter, and is gathered again in backward though it is frozen.
+    pub adapted: bool,
     /// Further places where the model uses the same parameter: tied weights. Paths as in `path`.
     pub also: Vec<Vec<String>>,
 }
@@ -37,6 +40,8 @@ pub struct PlannedParam {
     pub unit: UnitIndex,
     /// Receives gradients.
     pub trainable: bool,
+    /// As [`ParamSpec::adapted`].
+    pub adapted: bool,
     /// How the parameter is cut over the shard axis.
     pub layout: ShardLayout,
     /// Every rank holds and steps the whole parameter: stage 0, `#[shard(replicate)]`, or [`ParamSpec::shape_is_read`].
@@ -101,10 +106,17 @@ pub enum PlanWarning {
         /// Its size, gathered, in float32.
         bytes: u64,
     },
+    /// Frozen units are gathered in forward, and then held until backward, because something before them is trained.
+    HeldFrozen {
+        /// The units.
+        units: Vec<String>,
+        /// What is held of them together, in float32.
+        bytes: u64,
+    },
 }
 
-/// A table that is held is worth a warning from this size on, in bytes.
-const LARGE_TABLE_BYTES: u64 = 1 << 20;
+/// What is held until backward is worth a warning from this size on, in bytes.
+pub(crate) const LARGE_HELD_BYTES: u64 = 1 << 20;
 
 impl fmt::Display for PlanWarning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -131,6 +143,19 @@ impl fmt::Display for PlanWarning {
                  {:.1} MiB in float32; use `fsdp_burn::nn::Embedding`, made from Burn's with `.into()`, which lets go of it",
                 *bytes as f64 / f64::from(1 << 20)
             ),
+            PlanWarning::HeldFrozen { units, bytes } => {
+                let first = units.first().map_or("", String::as_str);
+                match units.len() {
+                    0 | 1 => write!(f, "unit `{first}` is")?,
+                    len => write!(f, "unit `{first}` and {} more are", len - 1)?,
+                }
+                write!(
+                    f,
+                    " frozen behind something that is trained, so autodiff holds what is gathered from forward to \
+                     backward: {:.1} MiB in float32; run it in `fsdp_burn::recompute`, which holds its input only",
+                    *bytes as f64 / f64::from(1 << 20)
+                )
+            }
         }
     }
 }
@@ -188,7 +213,7 @@ pub struct Plan {
     pub(crate) params: Vec<PlannedParam>,
     pub(crate) units: Vec<Unit>,
     ignored: Vec<String>,
-    warnings: Vec<PlanWarning>,
+    pub(crate) warnings: Vec<PlanWarning>,
 }
 
 impl Plan {
@@ -213,6 +238,7 @@ impl Plan {
             return Err(PlanError::NoParameters);
         }
         plan.warn(policy, &matched);
+        plan.warn_of_held_frozen();
         plan.divide_first_unit();
         Ok(plan)
     }
@@ -325,6 +351,7 @@ impl Plan {
                 (unit.keep && self.stage.shards_parameters(), "stays gathered"),
                 (replicated && self.stage != Stage::Ddp, "replicated"),
                 (self.unit_params(index).all(|param| !param.trainable), "frozen"),
+                (self.held_frozen_len(index) > 0, "held until backward"),
             ];
             let mut notes: Vec<_> =
                 notes.into_iter().filter(|(is_so, _)| *is_so).map(|(_, note)| note.into()).collect();
@@ -367,9 +394,18 @@ impl Plan {
         let stays_whole = param.shape_is_read && self.stage.shards_parameters();
         let replicated = self.stage == Stage::Ddp || uncut || stays_whole;
         self.units[unit].params.push(self.params.len());
-        let planned = PlannedParam { path, unit, trainable: param.trainable, layout, replicated, uncut, also };
+        let planned = PlannedParam {
+            path,
+            unit,
+            trainable: param.trainable,
+            adapted: param.adapted,
+            layout,
+            replicated,
+            uncut,
+            also,
+        };
         let bytes = 4 * planned.layout.full_len() as u64;
-        if param.held_by_op && bytes >= LARGE_TABLE_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
+        if param.held_by_op && bytes >= LARGE_HELD_BYTES && !self.units[unit].keep && !self.is_resident(&planned) {
             self.warnings.push(PlanWarning::HeldTable { path: planned.path.clone(), bytes });
         }
         self.params.push(planned);
@@ -446,18 +482,9 @@ fn told(cut: &Option<(ShardLayout, bool)>) -> String {
     }
 }
 
-fn matches(pattern: &[String], path: &[String]) -> bool {
-    let component = |(pattern, part): (&String, &String)| pattern == part || (pattern == "*" && is_index(part));
-    pattern.len() <= path.len() && pattern.iter().zip(path).all(component)
-}
-
 fn unit_name(pattern: &[String], role: Role, path: &[String]) -> String {
     let element = path.get(pattern.len()).filter(|part| role == Role::Units && is_index(part));
     path[..pattern.len() + usize::from(element.is_some())].join(".")
-}
-
-fn is_index(part: &str) -> bool {
-    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 #[cfg(test)]

@@ -167,4 +167,27 @@ impl WrapPolicy {
     pub fn rules(&self) -> &[(Vec<String>, FieldRule)] {
         &self.rules
     }
+
+    /// Whether what lies at `path` is not managed.
+    ///
+    /// ```
+    /// use fsdp_core::{FieldRule, WrapPolicy};
+    ///
+    /// let policy = WrapPolicy::new().field("teacher", FieldRule::ignore()).field("student", FieldRule::unit());
+    /// let path = |path: &str| path.split('.').map(str::to_owned).collect::<Vec<_>>();
+    /// assert!(policy.ignores(&path("teacher.head.weight")) && !policy.ignores(&path("student.weight")));
+    /// ```
+    pub fn ignores(&self, path: &[String]) -> bool {
+        self.rules.iter().any(|(pattern, rule)| rule.role == Role::Ignore && matches(pattern, path))
+    }
+}
+
+/// Whether a rule's path leads to what lies at `path`.
+pub(crate) fn matches(pattern: &[String], path: &[String]) -> bool {
+    let component = |(pattern, part): (&String, &String)| pattern == part || (pattern == "*" && is_index(part));
+    pattern.len() <= path.len() && pattern.iter().zip(path).all(component)
+}
+
+pub(crate) fn is_index(part: &str) -> bool {
+    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }

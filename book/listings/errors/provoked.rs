@@ -138,7 +138,21 @@ fn warnings() -> Vec<Example> {
         Example::new("PlanWarning::RuleMatchesNothing", "", warning(blocks, &[("layers.0", 9)])),
         Example::new("PlanWarning::LargeUnit", "", large),
         Example::new("PlanWarning::HeldTable", "", warning(table, &[("tokens.weight", 32_000 * 512)])),
+        Example::new("PlanWarning::HeldFrozen", "", held_frozen()),
     ]
+}
+
+/// Two of three blocks are frozen, behind the one that is trained.
+fn held_frozen() -> String {
+    let block = |index: usize| ParamSpec {
+        path: vec!["blocks".into(), index.to_string(), "weight".into()],
+        shape: vec![1024, 1024],
+        trainable: index == 0,
+        ..ParamSpec::default()
+    };
+    let policy = WrapPolicy::new().field("blocks", FieldRule::units());
+    let plan = Plan::new(&policy, &[0, 1, 2].map(block), &Mesh::one_dim(2), Stage::Parameters).unwrap();
+    plan.warnings()[0].to_string()
 }
 
 fn training() -> Vec<Example> {

@@ -16,6 +16,10 @@ use super::{Engine, EngineFailed, State, size_bytes};
 use crate::scaled_loss::with_scale_due;
 use crate::{Error, host};
 
+/// Optimizer steps after which the orders of units are agreed upon anew: two small messages for a model whose forward has
+/// come to use its units in another order.
+const STEPS_PER_ORDER: u64 = 64;
+
 impl Engine {
     /// Runs `backward` between the two ends that the schedule needs. `items` is how many items the losses of all ranks are
     /// means over together, and whether this rank has any; `None` counts all losses alike.
@@ -121,7 +125,17 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
+    /// What the weight of the next loss, of so many items on all ranks, is divided by. A loss whose items are not told counts
+    /// as one.
+    pub(crate) fn item_unit(&self, num_items: f64) -> f64 {
+        let state = self.lock();
+        if state.backwards == 0 { num_items } else { state.item_unit }
+    }
+
     fn begin_backward(&self, state: &mut State, items: Option<(f64, bool)>) -> Result<(), Error> {
+        if state.backwards == 0 {
+            state.item_unit = items.map_or(1.0, |(items, _)| items);
+        }
         state.void = items.is_some_and(|(_, any_here)| !any_here);
         // A loss whose items were not told counts as one.
         state.items = match (items, state.items) {
@@ -134,7 +148,8 @@ impl Engine {
 
     fn start_backward(&self, state: &mut State) -> Result<(), Error> {
         self.rests(state);
-        if state.schedule.needs_reduce_order() {
+        let is_due = state.backwards == 0 && state.step.is_multiple_of(STEPS_PER_ORDER);
+        if is_due || state.schedule.needs_reduce_order() {
             let (reduces, uses) = (state.schedule.expected_reduce_order(), state.schedule.first_uses().to_vec());
             let reduces = self.agree_on_order("order of reductions", reduces, state.step)?;
             state.schedule.set_reduce_order(reduces);

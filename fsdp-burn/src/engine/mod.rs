@@ -16,7 +16,7 @@ mod tiers;
 
 use std::any::Any;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
@@ -102,6 +102,9 @@ struct State {
     backwards: usize,
     /// Items that their losses are means over, where that was said.
     items: Option<f64>,
+    /// What weights of losses are divided by before backward: the items of the first of them, so that a weighted gradient is
+    /// as large as a mean, in half precision too.
+    item_unit: f64,
     scaler: Option<LossScaler>,
     held: Held,
     computing: Option<Computing>,
@@ -188,6 +191,7 @@ impl Engine {
             step: 0,
             backwards: 0,
             items: None,
+            item_unit: 1.0,
             scaler: dtypes.loss_scale(&settings.precision).map(LossScaler::new),
             held: Held::default(),
             computing: None,
@@ -502,7 +506,7 @@ impl Engine {
     }
 
     fn trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {
-        self.params_of(unit).filter(|(param, _)| self.trained[*param].load(Ordering::Relaxed))
+        self.params_of(unit).filter(|(param, _)| self.is_trained(*param))
     }
 
     fn split_trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {

@@ -13,6 +13,11 @@ impl Engine {
         self.generation.load(Ordering::Relaxed)
     }
 
+    /// Whether the parameter gets gradients at the moment.
+    pub(crate) fn is_trained(&self, param: usize) -> bool {
+        self.trained[param].load(Ordering::Relaxed)
+    }
+
     /// Trains the parameters that `plan` says, from the next forward on. It is a plan of the same units and cuts.
     pub(crate) fn train(&self, plan: &Plan) -> Result<(), Error> {
         self.finish_reduces()?;
@@ -36,7 +41,7 @@ impl Engine {
         let state = self.lock();
         let scale = state.scaler.map_or(1.0, |scaler| scaler.scale());
         match state.items {
-            Some(items) => 1.0 / (items * scale),
+            Some(items) => state.item_unit / (items * scale),
             None if self.reduces_to_mean() => 1.0 / (state.backwards as f64 * scale),
             None => 1.0 / scale,
         }

@@ -7,6 +7,7 @@ use burn_train::{InferenceStep, ItemLazy, Learner, LearnerEvent, LearnerModel, T
 
 use super::records;
 use super::report::{EpochProgress, Note, Reporter, Shared};
+use super::scale::NotedScale;
 use super::share::{Batches, Share, Slice};
 use crate::{Error, Rank, Sharded, ShardedModel, ShardedOptimizer};
 
@@ -175,7 +176,8 @@ impl<M: LearnerModel + Sharded> Worker<'_, M> {
         let record = records::whole(self.optimizer, self.model)?;
         if let Some(reporter) = &mut self.reporter {
             let optimizer = self.fresh_optimizer.clone().load_record(record);
-            reporter.save(&Learner::new(whole, optimizer, self.scheduler.clone()), epoch);
+            let scheduler = NotedScale::of(self.model.engine().scaler()).beside(self.scheduler.clone());
+            reporter.save(&Learner::new(whole, optimizer, scheduler), epoch);
         }
         Ok(())
     }

@@ -8,6 +8,7 @@
 mod epochs;
 mod records;
 mod report;
+mod scale;
 mod share;
 
 use std::any::Any;
@@ -26,6 +27,7 @@ use crate::launch::{LaunchOptions, launch_with};
 use crate::{Error, Rank, Sharded, ShardedModel};
 use epochs::Worker;
 use report::{Reporter, Shared};
+use scale::NotedScale;
 use share::Share;
 
 /// Trains with Burn's [`SupervisedTraining`], sharded as a [`Config`] says.
@@ -116,8 +118,7 @@ use share::Share;
 /// - With parameters in "bf16" or "f16" the model's `forward` casts by itself: [`cast_input`](crate::cast_input()) and
 ///   [`cast_output`](crate::cast_output()). With a loss scale, and so with "f16", its `TrainStep::step` calls
 ///   `scale_loss(loss).backward()` ([`scale_loss`](crate::scale_loss())); a step that does not is an error. A step that
-///   overflows is skipped on all ranks, and the scheduler goes on. Checkpoints do not hold the scale, which finds its value
-///   again.
+///   overflows is skipped on all ranks, and the scheduler goes on. Checkpoints hold the scale, in the scheduler's record.
 /// - `TrainStep::optimize` is not called: parameters are stepped where they are sharded. `TrainStep::step` must call
 ///   `backward` once, on this model's loss, as Burn's examples do.
 /// - The output of a step is synchronized ([`ItemLazy::sync`](burn_train::ItemLazy::sync)) on its rank and must leave
@@ -157,8 +158,9 @@ impl FsdpStrategy {
     ) -> Result<LearningResult<M>, Error> {
         self.config.validate()?;
         let scheduler = scheduler.into();
-        let learner = Learner::new(model, optimizer.clone(), scheduler.clone());
-        let strategy = OnRanks { config: self.config, options: self.options, optimizer, scheduler };
+        let scale = NotedScale::default();
+        let learner = Learner::new(model, optimizer.clone(), scale.beside(scheduler.clone()));
+        let strategy = OnRanks { config: self.config, options: self.options, optimizer, scheduler, scale };
         let training = training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
         catch_unwind(AssertUnwindSafe(|| training.launch(learner))).map_err(|payload| {
             match payload.downcast::<TrainingFailed>() {
@@ -179,6 +181,8 @@ struct OnRanks {
     options: LaunchOptions,
     optimizer: ModuleOptimizer,
     scheduler: ModuleLrScheduler,
+    /// What a checkpoint that the learner has loaded says of it.
+    scale: NotedScale,
 }
 
 impl<M: LearnerModel + Sharded> SupervisedLearningStrategy<M> for OnRanks {
@@ -246,6 +250,7 @@ impl OnRanks {
         let parts: Vec<_> = shares.into_iter().map(part).collect();
         drop(model);
         let (optimizer, optimizer_state) = (self.optimizer.clone(), Arc::new(optimizer_state));
+        let scale = self.scale.get().filter(|_| is_resumed);
         let program = move |rank: Rank| {
             let Some((model, share, scheduler)) = take(&parts[rank.rank()]) else {
                 return Err(Error::program("a rank was started twice"));
@@ -254,6 +259,9 @@ impl OnRanks {
             check_all_managed(&sharded)?;
             let mut stepping = rank.optimizer(optimizer.clone().load_record(OptimizerRecord::default()))?;
             records::load(&mut stepping, &sharded, &optimizer_state)?;
+            if let Some((scale, good_steps)) = scale {
+                sharded.engine().restore_scale(scale, good_steps);
+            }
             let reporter = if rank.is_main() { take(&reporter) } else { None };
             let mut worker = Worker {
                 rank: &rank,

@@ -8,6 +8,7 @@ use fsdp_burn::nn::Dropout;
 use fsdp_burn::{
     Accumulate, Config, Error, RandomState, SaveOptions, ShardedModel, ShardedOptimizer, Stage, TrainingConfig, launch,
 };
+use fsdp_core::checkpoint::{Checkpoint, Verify};
 use serde_json::{Value, json};
 
 use crate::common::files::Scratch;
@@ -74,6 +75,31 @@ fn saved_and_resumed_equals_straight_on_at_every_stage_with_accumulation_clippin
             assert_eq!((straight.1, straight.2), (resumed.1, resumed.2), "{stage}");
         }
     }
+}
+
+/// What a run was is in its checkpoint, also where the program says nothing of its own.
+#[test]
+fn a_checkpoint_tells_the_configuration_and_the_plan_of_its_run() {
+    let scratch = Scratch::new("told");
+    let (root, config) = (scratch.path(), config(Stage::Parameters, 2));
+    let (saved_to, expected) = (root.clone(), config.clone());
+    let plans = launch(&config, move |rank| {
+        let model = start::<Mlp>(&rank)?;
+        let optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let sections = BTreeMap::from([("plan".to_owned(), json!("my own"))]);
+        for (name, sections) in [("none", BTreeMap::new()), ("own", sections)] {
+            model.save(saved_to.join(name), &optim, sections, &SaveOptions::default())?;
+        }
+        Ok(model.summary())
+    });
+    let sections = |name| {
+        let checkpoint = Checkpoint::newest(root.join(name), Verify::Checksums).unwrap();
+        checkpoint.manifest().sections.clone()
+    };
+    let none = sections("none");
+    assert_eq!(Config::from_toml(none["config"].as_str().unwrap(), "config").unwrap(), expected);
+    assert_eq!(none["plan"], json!(plans.unwrap()[0]));
+    assert_eq!(sections("own")["plan"], json!("my own"));
 }
 
 #[test]

@@ -113,12 +113,11 @@ fn units_used_several_times_in_one_forward_sum_their_gradients_once() {
 
 #[test]
 fn several_forwards_before_one_backward_train_as_on_one_device() {
-    let steps = 3;
     let (mut model, device) = plain_model::<Mlp>();
     let mut expected = Outcome::default();
     let mut optim = Optimizer::Sgd.build();
     let loss_of = |a: Tensor<1>, b: Tensor<1>| a + b * 0.5;
-    for step in 0..steps {
+    for step in 0..STEPS {
         let loss = loss_of(model.loss(step, 0..BATCH, &device), model.loss(step + 50, 0..BATCH, &device));
         expected.losses.push(scalar(&loss));
         let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
@@ -131,7 +130,7 @@ fn several_forwards_before_one_backward_train_as_on_one_device() {
             let mut model = start::<Mlp>(&rank)?;
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             let mut outcome = Outcome::default();
-            for step in 0..steps {
+            for step in 0..STEPS {
                 let one = model.loss(step, share(&rank), &rank.device());
                 let loss = loss_of(one, model.loss(step + 50, share(&rank), &rank.device()));
                 outcome.losses.push(rank.mean(scalar(&loss))?);

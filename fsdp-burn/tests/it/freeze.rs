@@ -1,15 +1,106 @@
 //! Parameters that are frozen and trained again while training goes on.
 
-use burn::module::{Module, ModuleMapper, Param, ParamGroup};
-use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
-use fsdp_burn::{Config, Error, OpKind, Stage, launch};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
 
-use crate::common::models::{Gpt, Trial};
+use burn::module::{Module, ModuleMapper, Param, ParamGroup};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Tensor};
+use fsdp_burn::{
+    Config, Error, OpKind, SaveOptions, Sharded, ShardedModel, ShardedOptimizer, Stage, TierShares, launch,
+};
+
+use crate::common::files::Scratch;
+use crate::common::models::{Gpt, Trial, distance, rows};
 use crate::common::run::{
     BATCH, Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share,
     start, weights,
 };
+use crate::offload::offloaded;
+
+/// Two layers alike, of which the first is frozen when the model is sharded.
+#[derive(Module, Debug, Sharded)]
+struct Thawing {
+    #[shard(unit)]
+    first: Linear,
+    #[shard(unit)]
+    second: Linear,
+}
+
+impl Trial for Thawing {
+    fn build(device: &Device) -> Self {
+        let linear = || LinearConfig::new(7, 7).init(device);
+        Self { first: linear().no_grad(), second: linear() }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let x = relu(self.first.forward(rows(batch + 1, samples.clone(), 7, device)));
+        distance(self.second.forward(x), batch, samples, device)
+    }
+}
+
+/// Trains the second layer, and then both, before and after the save of a checkpoint: losses and weights, and what rank 0 has
+/// written to its disk in the first five steps, and in the last ten.
+fn thawed(config: &Config, root: &Path) -> (Outcome, [u64; 2]) {
+    let written = Arc::new(Mutex::new([0; 2]));
+    let (of_main, root) = (written.clone(), root.to_owned());
+    let outcome = on_ranks(config, move |rank| {
+        let mut outcome = Outcome::default();
+        let mut train = |model: &mut ShardedModel<Thawing>, optim: &mut ShardedOptimizer, batches: Range<usize>| {
+            let written = || rank.tier_stats().map_or(0, |stats| stats.written_bytes);
+            let before = written();
+            for batch in batches {
+                let loss = model.loss(batch, share(&rank), &rank.device());
+                outcome.losses.push(rank.mean(scalar(&loss))?);
+                let gradients = model.backward(loss)?;
+                optim.step(Optimizer::AdamW.lr(), model, gradients)?;
+            }
+            Ok::<_, Error>(written() - before)
+        };
+        let (mut model, mut optim) = (start::<Thawing>(&rank)?, rank.optimizer(Optimizer::AdamW.build())?);
+        let frozen = train(&mut model, &mut optim, 0..5)?;
+        model.unfreeze(&ParamGroup::all())?;
+        train(&mut model, &mut optim, 5..10)?;
+        model.save(&root, &optim, BTreeMap::new(), &SaveOptions::default())?;
+        // Where it is frozen again, its state is found all the same.
+        drop((model, optim));
+        let (mut model, mut optim) = (start::<Thawing>(&rank)?, rank.optimizer(Optimizer::AdamW.build())?);
+        model.load(&root, &mut optim)?;
+        model.unfreeze(&ParamGroup::all())?;
+        let both = train(&mut model, &mut optim, 10..20)?;
+        outcome.weights = weights(&model)?;
+        if rank.is_main() {
+            *of_main.lock().unwrap() = [frozen, both];
+        }
+        Ok(outcome)
+    });
+    let written = *written.lock().unwrap();
+    (outcome, written)
+}
+
+#[test]
+fn what_was_frozen_when_it_was_sharded_is_offloaded_once_it_is_trained() {
+    let scratch = Scratch::new("thawed");
+    let (nvme, root) = (scratch.path().join("nvme"), scratch.path().join("checkpoints"));
+    let all_of_state = [TierShares::NVME, TierShares::NVME, TierShares::DEVICE];
+    for stage in Stage::ALL {
+        let (expected, nothing) = thawed(&config(stage, 2), &root.join(stage.number().to_string()));
+        assert_eq!(nothing, [0, 0]);
+        let offloaded = offloaded(&nvme, &config(stage, 2), all_of_state);
+        let (got, [frozen, both]) = thawed(&offloaded, &root.join(format!("{}-nvme", stage.number())));
+        assert_parity(&format!("{stage}"), &expected, &got, Tolerance::EXACT);
+        // Twice as much in twice as many steps; the last of it may still be on its way when it is counted.
+        assert!(both > 3 * frozen && frozen > 0, "{stage}: {frozen} bytes of one layer, {both} of both");
+        let moved = got.weights.iter().zip(plain_weights(&plain_model::<Thawing>().0));
+        for ((path, after), (_, before)) in moved {
+            assert_ne!(after, &before, "{stage}: {path}");
+        }
+    }
+}
 
 /// What is frozen before each batch: nothing, the blocks, then the first block alone, then nothing again.
 const PHASES: [&str; 4] = ["nothing", "blocks", "blocks.0", "nothing"];

@@ -9,6 +9,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
+use burn::optim::lr_scheduler::LrSchedulerRecord;
 use burn::tensor::Device;
 use burn::train::metric::LossMetric;
 use burn::train::metric::store::{Aggregate, Direction, Split};
@@ -16,12 +17,15 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Interrupter, MetricEarlyStoppingStrategy, StoppingCondition, TrainOutput,
     TrainStep, TrainingError,
 };
-use fsdp_burn::{Accumulate, Buffers, Config, Dtype, Error, FsdpStrategy, LossScale, Sharded, Stage, TrainingConfig};
+use fsdp_burn::{
+    Accumulate, Buffers, Config, Dtype, Error, FsdpStrategy, LossScale, Sharded, Stage, TrainingConfig, scale_loss,
+};
 
 use crate::common::learner::{
     BurnNormedClassifier, Classifier, Classify, HalfClassifier, Item, Lesson, Lessons, NormedClassifier, Samples,
     Stack, build, items, on_one_device, on_ranks, scheduler, training,
 };
+use crate::common::process::{child, run_to_end, told};
 use crate::common::run::{Optimizer, Outcome, Tolerance, assert_parity, config, plain_weights};
 
 /// 21 steps in three epochs, on one rank as on five: a rank's batches are smaller, the more there are.
@@ -286,6 +290,59 @@ fn checkpoints_of_a_learner_continue_on_any_number_of_ranks_at_any_stage_and_on_
     assert_parity("from one device", &by_step(&plain, 1), &by_step(&got, 2), Optimizer::AdamW.tolerance());
 }
 
+/// A loss so large that a dynamic scale has to come down to it.
+#[derive(Module, Debug, Sharded)]
+struct Steep {
+    #[shard(nested)]
+    inner: Classifier,
+}
+
+impl Classify for Steep {
+    fn build(device: &Device) -> Self {
+        Self { inner: Classifier::build(device) }
+    }
+}
+
+impl TrainStep for Steep {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> TrainOutput<ClassificationOutput> {
+        let output = self.inner.classify(samples);
+        TrainOutput::new(self, scale_loss(output.loss.clone() * 1024.0).backward(), output)
+    }
+}
+
+impl InferenceStep for Steep {
+    type Input = Samples;
+    type Output = ClassificationOutput;
+
+    fn step(&self, samples: Samples) -> ClassificationOutput {
+        self.inner.classify(samples)
+    }
+}
+
+#[test]
+fn a_loss_scale_goes_on_from_a_learners_checkpoint() {
+    let mut half = config(Stage::Parameters, 2);
+    half.precision.parameters = Dtype::F16;
+    let straight = Lesson { num_epochs: 4, ..even(2) };
+    let expected = on_ranks::<Steep>(&half, &straight).unwrap();
+    let scratch = Scratch::new("scale");
+    let lesson = Lesson { folder: Some(scratch.0.clone()), num_epochs: 2, ..straight.clone() };
+    on_ranks::<Steep>(&half, &lesson).unwrap();
+    let saved = LrSchedulerRecord::load(scratch.0.join("checkpoint/scheduler-2.bpk")).unwrap();
+    // Behind the group of the program's own scheduler.
+    let scale = saved.record("1").scalar::<f64>("fsdp_loss_scale").unwrap();
+    assert!((1.0..8192.0).contains(&scale), "it has come down: {scale}");
+    for stage in [Stage::Parameters, Stage::OptimizerState] {
+        let resumed = Lesson { resume_after: Some(2), num_epochs: 4, ..lesson.clone() };
+        let got = on_ranks::<Steep>(&Config { stage, ..half.clone() }, &resumed).unwrap();
+        assert_eq!(got.losses, expected.losses[expected.losses.len() / 2..], "{stage}");
+        assert_eq!(got.weights, expected.weights, "{stage}");
+    }
+}
+
 #[test]
 fn early_stopping_ends_all_ranks_after_the_same_epoch() {
     let lesson = Lesson { num_epochs: 50, ..even(2) };
@@ -429,6 +486,27 @@ fn a_data_set_that_fails_on_one_rank_ends_the_training_as_on_one_device() {
     assert!(error.to_string().contains("the disk is gone"), "{error}");
     // The last rank has items 280 to 420; the fourth of its batches is the damaged one.
     assert_eq!(log.lessons(Vec::new()).losses.len(), 9);
+}
+
+/// The part of the test below that a launcher has started.
+#[test]
+fn child_is_a_process_of_a_learner() {
+    if told("FSDP_TEST_LEARNER").is_none() {
+        return;
+    }
+    let error = on_ranks::<Classifier>(&config(Stage::Parameters, 1), &even(1)).unwrap_err().to_string();
+    for part in ["rank 1 of 2", "threads of one process", "`launcher = \"threads\"`", "`launch`"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
+    }
+}
+
+/// Its metrics take outputs of steps, which have no form in which they could be sent.
+#[test]
+fn a_process_that_is_one_rank_of_several_is_refused_by_a_learner_with_the_remedy() {
+    let mut child = child("learner::child_is_a_process_of_a_learner");
+    child.env("FSDP_TEST_LEARNER", "1").env("RANK", "1").env("WORLD_SIZE", "2");
+    child.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", "29500");
+    run_to_end(&mut child);
 }
 
 /// Trains a part that no rank manages.

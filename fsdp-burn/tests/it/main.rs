@@ -25,6 +25,7 @@ mod pace;
 mod parity;
 mod precision;
 mod processes;
+mod processes_settings;
 mod recompute;
 mod recovery;
 mod reshard;

@@ -112,20 +112,20 @@ fn micro_batches_are_summed_where_gradients_are() {
     };
     let (mut model, device) = plain_model::<Mlp>();
     let mut optim = Optimizer::Sgd.build();
-    for step in 0..2 {
+    for step in 0..STEPS {
         let loss = model.loss(2 * step, 0..BATCH, &device) + model.loss(2 * step + 1, 0..BATCH, &device);
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optim.step(0.05, model, gradients);
+        model = optim.step(0.02, model, gradients);
     }
     let expected = Outcome { weights: plain_weights(&model), ..Outcome::default() };
     for stage in Stage::ALL {
         let got = on_ranks(&Config { training: training.clone(), ..config(stage, 3) }, |rank| {
             let mut model = start::<Mlp>(&rank)?;
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
-            for batch in 0..4 {
+            for batch in 0..2 * STEPS {
                 let loss = model.loss(batch, share(&rank), &rank.device()).div_scalar(3.0);
                 let gradients = model.backward(loss)?;
-                optim.step(0.05, &mut model, gradients)?;
+                optim.step(0.02, &mut model, gradients)?;
             }
             Ok(Outcome { weights: weights(&model)?, ..Outcome::default() })
         });

@@ -9,11 +9,12 @@ use fsdp_burn::{Axis, Config, Mesh, Rank, SaveOptions, Stage, launch};
 
 use crate::common::models::{Gpt, Mlp, Trial};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, start, weights,
+    Optimizer, Outcome, STEPS, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, start,
+    weights,
 };
 
 /// Batches of each rank: of eight samples, and not equally many.
-const NUM_BATCHES: [usize; 3] = [4, 2, 3];
+const NUM_BATCHES: [usize; 3] = [24, STEPS, 22];
 const SAMPLES: usize = 8;
 
 fn samples(rank: usize) -> std::ops::Range<usize> {
@@ -39,8 +40,8 @@ fn oracle(num_steps: usize, takes_part: fn(usize, usize) -> bool) -> Outcome {
 #[test]
 fn ranks_with_unequal_numbers_of_batches_stop_together_or_go_on_without_weight() {
     // All stop with the shortest, or the longest goes on alone.
-    let together = oracle(2, |_, _| true);
-    let to_the_end = oracle(4, |rank, step| step < NUM_BATCHES[rank]);
+    let together = oracle(STEPS, |_, _| true);
+    let to_the_end = oracle(24, |rank, step| step < NUM_BATCHES[rank]);
     for stage in Stage::ALL {
         let got = on_ranks(&config(stage, 3), |rank| {
             let mut model = start::<Mlp>(&rank)?;

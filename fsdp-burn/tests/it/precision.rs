@@ -210,6 +210,37 @@ fn an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() {
     }
 }
 
+/// As many items on every rank are no weights at all: the same scale, the same steps, the same bits.
+#[test]
+fn weights_of_losses_leave_the_loss_scale_as_it_is() {
+    for gradient_accumulation in [1, 2] {
+        let run = |weight: Option<f64>| {
+            let mut config = half(Stage::Parameters, 2, Dtype::F16);
+            config.precision.loss_scale = None;
+            config.training.gradient_accumulation = gradient_accumulation;
+            let runs = launch(&config, move |rank| {
+                let mut model = start::<Gpt>(&rank)?;
+                let mut optim = rank.optimizer(Optimizer::AdamW.build())?;
+                let mut scales = Vec::new();
+                for batch in 0..STEPS {
+                    let loss = model.loss(batch, share(&rank), &rank.device());
+                    let gradients = match weight {
+                        Some(weight) => model.backward_weighted(loss, weight)?,
+                        None => model.backward(loss)?,
+                    };
+                    optim.step(Optimizer::AdamW.lr(), &mut model, gradients)?;
+                    scales.push(model.loss_scale());
+                }
+                Ok((scales, weights(&model)?))
+            });
+            runs.unwrap()
+        };
+        let plain = run(None);
+        // Thousands of tokens, which an f16 gradient would feel.
+        assert_eq!(run(Some(65536.0)), plain, "{gradient_accumulation} micro-batches");
+    }
+}
+
 #[test]
 fn what_is_not_finite_at_the_smallest_scale_is_no_overflow() {
     let config = half(Stage::Parameters, 2, Dtype::F16);
@@ -410,5 +441,35 @@ fn half_precision_sums_over_shards_do_not_overflow_where_the_mean_does_not() {
             Ok(())
         })
         .unwrap();
+    }
+}
+
+/// In bf16 256 and 1 are 256, so eight small gradients after a large one would be lost.
+#[test]
+fn micro_batches_add_up_in_float32_whatever_they_are_computed_and_sent_in() {
+    for stage in Stage::ALL {
+        for accumulate in [Accumulate::Reduced, Accumulate::Local] {
+            for reduce in [Dtype::F32, Dtype::Bf16] {
+                let mut config = half(stage, 2, Dtype::Bf16);
+                config.precision.reduce = reduce;
+                (config.training.accumulate, config.training.gradient_accumulation) = (accumulate, 9);
+                let trained = launch(&config, |rank| {
+                    let slope = Param::from_tensor(Tensor::zeros([4, 3], &rank.device()));
+                    let mut model = rank.shard(Steep { slope })?;
+                    let mut optim = rank.optimizer(SgdConfig::new().init())?;
+                    for batch in 0..9 {
+                        let gradient = if batch == 0 { 256.0 } else { 1.0 };
+                        let gradients = model.backward(model.slope.val().mul_scalar(gradient).sum())?;
+                        optim.step(1.0, &mut model, gradients)?;
+                    }
+                    weights(&model)
+                });
+                let expected = -(256.0 + 8.0) / 9.0;
+                for (_, values) in trained.unwrap().into_iter().flatten() {
+                    let what = format!("{stage}, {accumulate}, sent in {reduce}: {values:?}");
+                    assert!(values.iter().all(|value| (value - expected).abs() < 1e-4), "{what}");
+                }
+            }
+        }
     }
 }

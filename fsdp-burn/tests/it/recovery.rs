@@ -7,8 +7,8 @@ use fsdp_burn::{Error, Stage, TrainingConfig, launch};
 
 use crate::common::models::{Mlp, Trial};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share, start,
-    weights,
+    BATCH, Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share,
+    start, weights,
 };
 
 #[test]
@@ -93,6 +93,38 @@ fn weights_of_losses_count_over_all_micro_batches_and_ranks() {
             Ok(Outcome { losses: vec![rank.sum(sum)?], weights: weights(&model)?, ..Outcome::default() })
         });
         assert_parity(&format!("{stage}"), &outcome, &got, Optimizer::Sgd.tolerance());
+    }
+}
+
+/// Whichever of the two comes first.
+#[test]
+fn a_loss_without_a_weight_counts_as_one_item_beside_weighted_ones() {
+    for weighted_first in [true, false] {
+        let weight = move |batch: usize| ((batch == 0) == weighted_first).then_some(12.0);
+        let (model, device) = plain_model::<Mlp>();
+        let sum =
+            (0..2).map(|batch| model.loss(batch, 0..BATCH, &device) * (weight(batch).map_or(1.0, |w| 2.0 * w) / 25.0));
+        let gradients = burn::optim::GradientsParams::from_grads(sum.reduce(|a, b| a + b).unwrap().backward(), &model);
+        let weights_after = plain_weights(&Optimizer::Sgd.build().step(0.05, model, gradients));
+        let expected = Outcome { weights: weights_after, ..Outcome::default() };
+        for stage in Stage::ALL {
+            let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
+            let got = on_ranks(&fsdp_burn::Config { training, ..config(stage, 2) }, move |rank| {
+                let mut model = start::<Mlp>(&rank)?;
+                let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+                for batch in 0..2 {
+                    let loss = model.loss(batch, share(&rank), &rank.device());
+                    let gradients = match weight(batch) {
+                        Some(weight) => model.backward_weighted(loss, weight)?,
+                        None => model.backward(loss)?,
+                    };
+                    optim.step(0.05, &mut model, gradients)?;
+                }
+                Ok(Outcome { weights: weights(&model)?, ..Outcome::default() })
+            });
+            let what = format!("{stage}, the weighted one first: {weighted_first}");
+            assert_parity(&what, &expected, &got, Optimizer::Sgd.tolerance());
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Shape, Tensor};
+use burn::tensor::{Bool, Device, Int, Shape, Tensor, TensorData};
 use fsdp_burn::{
     Axis, Config, Error, FieldRule, Mesh, PlanWarning, Sharded, Stage, TrainingConfig, WrapPolicy, launch,
 };
@@ -230,6 +230,64 @@ fn ranks_with_different_seeds_start_from_the_weights_of_rank_0() {
             Ok(Outcome { weights: weights(&rank.shard(model)?)?, ..Outcome::default() })
         });
         assert_parity(&stage.to_string(), &expected, &got, Tolerance::EXACT);
+    }
+}
+
+/// Beside what is trained, numbers and a mask that each rank builds for itself.
+#[derive(Module, Debug, Sharded)]
+struct Constants {
+    #[shard(unit)]
+    linear: Linear,
+    places: Param<Tensor<2, Int>>,
+    mask: Param<Tensor<1, Bool>>,
+    none: Param<Tensor<2, Int>>,
+    #[shard(ignore)]
+    own: Param<Tensor<1, Int>>,
+}
+
+fn constants(rank: usize, len: usize, device: &Device) -> Constants {
+    let ints = |len: usize| (0..len as i64).map(|index| 100 * rank as i64 + index).collect::<Vec<_>>();
+    let int = |len| Param::initialized(ParamId::new(), Tensor::from_data(TensorData::new(ints(len), [len]), device));
+    let flags: Vec<bool> = (0..5).map(|index| index % 2 == rank).collect();
+    let places = Tensor::from_data(TensorData::new(ints(2 * len), [2, len]), device);
+    Constants {
+        linear: LinearConfig::new(4, 4).init(device),
+        places: Param::initialized(ParamId::new(), places),
+        mask: Param::initialized(ParamId::new(), Tensor::from_data(TensorData::new(flags, [5]), device)),
+        none: Param::initialized(ParamId::new(), Tensor::from_data(TensorData::new(Vec::<i64>::new(), [0, 3]), device)),
+        own: int(3),
+    }
+}
+
+#[test]
+fn integers_and_booleans_are_those_of_rank_0_unless_they_are_ignored() {
+    for stage in Stage::ALL {
+        let seen = launch(&config(stage, 3), |rank| {
+            let model = constants(rank.rank(), 4, &rank.device());
+            let _turn = rank.is_main().then(|| seeded(&rank.device(), SEED));
+            let model = rank.shard(model)?;
+            assert_eq!(model.none.val().dims(), [0, 3]);
+            let [places, own] = [model.places.val().into_data(), model.own.val().into_data()];
+            let [places, own] = [places, own].map(|data| data.iter::<i64>().collect::<Vec<_>>());
+            Ok((places, model.mask.val().into_data().iter::<bool>().collect::<Vec<_>>(), own[0]))
+        });
+        let seen = seen.unwrap();
+        for (rank, (places, mask, own)) in seen.into_iter().enumerate() {
+            assert_eq!(places, (0..8).collect::<Vec<_>>(), "{stage}");
+            assert_eq!((mask, own), (vec![true, false, true, false, true], 100 * rank as i64), "{stage}");
+        }
+    }
+}
+
+#[test]
+fn integers_of_another_shape_on_one_rank_are_refused_with_both_shapes() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| {
+        let _turn = rank.is_main().then(|| seeded(&rank.device(), SEED));
+        rank.shard(constants(rank.rank(), 4 + rank.rank(), &rank.device())).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    for part in ["rank 1", "`places`", "[2, 5]", "on rank 0 [2, 4]", "#[shard(ignore)]"] {
+        assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
 }
 

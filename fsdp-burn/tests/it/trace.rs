@@ -18,6 +18,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
 use crate::common::models::{ConvNet, Gpt, Mlp, Trial, rows};
+use crate::common::process::{child, run_to_end, told};
 use crate::common::run::{
     Optimizer, Outcome, Tolerance, assert_parity, config, scalar, sharded, share, start, weights,
 };
@@ -115,6 +116,64 @@ fn gathers_and_reductions_run_in_the_order_of_the_schedule() {
     }
 }
 
+/// Layers that forward uses from the first to the last, and the other way round from batch [`TURN`] on.
+#[derive(Module, Debug, Sharded)]
+struct Turning {
+    #[shard(units)]
+    layers: Vec<Linear>,
+    output: Linear,
+}
+
+const TURN: usize = 10;
+
+impl Trial for Turning {
+    fn build(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(7, to).init(device);
+        Self { layers: (0..3).map(|_| linear(7)).collect(), output: linear(3) }
+    }
+
+    fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
+        let mut order: Vec<_> = self.layers.iter().collect();
+        if batch >= TURN {
+            order.reverse();
+        }
+        let x = rows(batch + 1, samples, 7, device);
+        self.output.forward(order.into_iter().fold(x, |x, layer| relu(layer.forward(x)))).powi_scalar(2).mean()
+    }
+}
+
+#[test]
+fn an_order_of_units_that_changes_on_all_ranks_is_learned_anew_and_changes_no_bit() {
+    let run = |stage, trace: &Arc<Trace>| {
+        let options = LaunchOptions { trace: Some(trace.clone()), ..LaunchOptions::default() };
+        let ranks = launch_with(&config(stage, 2), options, |rank| {
+            let mut model = start::<Turning>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            let mut outcome = Outcome::default();
+            for batch in 0..67 {
+                let loss = model.loss(batch, share(&rank), &rank.device());
+                outcome.losses.push(rank.mean(scalar(&loss))?);
+                let gradients = model.backward(loss)?;
+                optim.step(0.01, &mut model, gradients)?;
+            }
+            outcome.weights = weights(&model)?;
+            Ok(outcome)
+        });
+        ranks.unwrap().swap_remove(0)
+    };
+    let expected = run(Stage::Ddp, &Arc::default());
+    let trace = Arc::new(Trace::of_steps(62..66));
+    assert_parity("forward turns round", &expected, &run(Stage::Parameters, &trace), Tolerance::EXACT);
+    let reductions = |rank, step| {
+        let spans: Vec<_> = trace.spans().into_iter().filter(|span| span.step == step).collect();
+        units_of(&spans, rank, TraceStream::Reduce)
+    };
+    for rank in 0..2 {
+        assert_eq!(reductions(rank, 62), ["root", "layers.2", "layers.1", "layers.0"], "held back until their turn");
+        assert_eq!(reductions(rank, 65), ["root", "layers.0", "layers.1", "layers.2"], "as gradients appear");
+    }
+}
+
 /// Every layer is followed by a computation that takes a while and needs no core.
 #[derive(Module, Debug, Sharded)]
 struct Slow {
@@ -176,6 +235,45 @@ fn prefetch_hides_most_of_the_gathers_behind_as_much_computation() {
     let (ahead, got) = forwards_on_a_slow_link(1);
     assert!(ahead < on_demand / 2, "{ahead:?} exposed with prefetch, {on_demand:?} without");
     assert_parity("prefetch on a slow link", &expected, &got, Tolerance::EXACT);
+}
+
+/// Processor time of this process so far, in hundredths of a second.
+fn processor_time() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    // Behind the program's name in brackets: user and system time are the 12th and 13th.
+    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    fields[11..13].iter().map(|field| field.parse::<u64>().unwrap()).sum()
+}
+
+/// The part of the test in a process of its own, whose processor time is that of its ranks.
+#[test]
+fn child_waits_for_a_late_rank() {
+    if told("FSDP_TEST_LATE").is_none() {
+        return;
+    }
+    let spent = launch(&config(Stage::Parameters, 3), |rank| {
+        let model = start::<Mlp>(&rank)?;
+        let loss = |batch| model.loss(batch, share(&rank), &rank.device());
+        drop(loss(0));
+        rank.barrier()?;
+        let before = processor_time();
+        // Two ranks wait in a gather for the third, then all are idle.
+        if rank.rank() == 2 {
+            thread::sleep(Duration::from_secs(1));
+        }
+        drop(loss(1));
+        thread::sleep(Duration::from_secs(1));
+        Ok(processor_time() - before)
+    });
+    let spent = spent.unwrap();
+    println!("{spent:?} hundredths of a second");
+    // A thread that spins takes a hundred of them, or more.
+    assert!(spent.iter().all(|&spent| spent < 50), "{spent:?}");
+}
+
+#[test]
+fn ranks_that_wait_and_communication_threads_that_are_idle_sleep() {
+    run_to_end(child("trace::child_waits_for_a_late_rank").env("FSDP_TEST_LATE", "1"));
 }
 
 #[test]
@@ -273,7 +371,10 @@ impl Subscriber for Log {
         true
     }
 
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
+    fn new_span(&self, attributes: &Attributes<'_>) -> Id {
+        let mut line = Line(format!("span {}", attributes.metadata().name()));
+        attributes.record(&mut line);
+        self.lines.lock().unwrap().push(line.0);
         Id::from_u64(self.next_id.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
@@ -295,13 +396,48 @@ impl Subscriber for Log {
 struct Line(String);
 
 impl Visit for Line {
-    fn record_debug(&mut self, _: &Field, value: &dyn fmt::Debug) {
-        self.0 += &format!("{value:?}");
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0 += &match field.name() {
+            "message" => format!("{value:?}"),
+            name => format!(" {name}={value:?}"),
+        };
     }
 }
 
-/// What rank 0 logs while a model is sharded.
-fn logged(config: &Config) -> Vec<String> {
+#[test]
+fn a_collector_of_tracing_sees_every_wait_and_step_of_a_unit_as_a_span() {
+    let log = Log::default();
+    let lines = log.lines.clone();
+    launch(&config(Stage::Parameters, 2), move |rank| {
+        let train = || {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for batch in 0..2 {
+                let gradients = model.backward(model.loss(batch, share(&rank), &rank.device()))?;
+                optim.step(0.01, &mut model, gradients)?;
+            }
+            let names = model.plan().units().iter().map(|unit| unit.name.clone());
+            Ok::<Vec<_>, fsdp_burn::Error>(names.collect())
+        };
+        // One collector alone would be asked on whichever thread comes to a span first, and there may be none.
+        let own = if rank.is_main() { log.clone() } else { Log::default() };
+        tracing::subscriber::with_default(own, train)
+    })
+    .unwrap()
+    .swap_remove(0)
+    .into_iter()
+    .for_each(|unit| {
+        let lines = lines.lock().unwrap();
+        let count = |line: String| lines.iter().filter(|other| **other == line).count();
+        assert_eq!(count(format!("span step unit={unit:?}")), 2, "{unit}: {lines:?}");
+        for kind in ["gather", "reduce"] {
+            assert!(count(format!("span wait kind={kind:?} unit={unit:?}")) >= 2, "{kind} of {unit}: {lines:?}");
+        }
+    });
+}
+
+/// What rank 0 logs, with this in it, while a model is sharded.
+fn logged(config: &Config, what: &str) -> Vec<String> {
     let log = Log::default();
     let lines = log.lines.clone();
     launch(config, move |rank| {
@@ -310,12 +446,22 @@ fn logged(config: &Config) -> Vec<String> {
     })
     .unwrap();
     let lines = lines.lock().unwrap();
-    lines.iter().filter(|line| line.contains("nothing is sharded")).cloned().collect()
+    lines.iter().filter(|line| line.contains(what)).cloned().collect()
+}
+
+#[test]
+fn the_element_types_of_everything_are_told_at_the_start() {
+    let mut half = config(Stage::Parameters, 2);
+    (half.precision.parameters, half.precision.output) = (Dtype::F16, Dtype::Bf16);
+    let expected = "INFO parameters and optimizer state in f32, computed in f16, gradients sent in f32, outputs cast to bf16, \
+                    a dynamic loss scale";
+    assert_eq!(logged(&half, "optimizer state"), [expected]);
 }
 
 #[test]
 fn a_stage_that_has_no_rank_to_shard_over_says_so() {
     let replicas = Some(Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 1)]).unwrap());
+    let logged = |config: &Config| logged(config, "nothing is sharded");
     let expected = "INFO the mesh has one rank along `shard`, so nothing is sharded: stage 2 behaves like stage 0";
     assert_eq!(logged(&Config { mesh: replicas.clone(), ..config(Stage::Gradients, 2) }), [expected]);
     assert_eq!(logged(&config(Stage::Gradients, 1)), [expected]);

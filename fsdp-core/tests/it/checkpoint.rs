@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use fsdp_core::checkpoint::{
-    BlockData, Checkpoint, ExpectedTensor, Manifest, SaveOptions, StoredDtype, TensorKind, Verify, save,
+    BlockData, Checkpoint, ExpectedTensor, Manifest, SaveOptions, StoredDtype, TensorBlock, TensorKind, Verify, save,
 };
 use fsdp_core::{Axis, Mesh, ShardLayout, Stage};
 
@@ -131,6 +131,45 @@ fn a_caller_reads_into_its_own_buffer_of_the_right_size() {
     assert_eq!(error.to_string(), "`optimizer.ids` has shape [9] in the checkpoint and [10] in the model");
     let error = checkpoint.read("optimizer.id", &layout, 0).unwrap_err().to_string();
     assert!(error.ends_with("step-1 has no tensor `optimizer.id`; `fsdp inspect` lists what it has"), "{error}");
+}
+
+/// Bytes that this thread has read from files.
+#[cfg(target_os = "linux")]
+fn read_bytes() -> usize {
+    let io = fs::read_to_string("/proc/thread-self/io").unwrap();
+    io.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// A block of a large tensor from the files of another world. Where it is cut along another dimension, small gaps are read too.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_reads_the_bytes_of_its_blocks_and_no_others() {
+    const ROWS: usize = 1 << 10;
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().to_owned();
+    let saved = each_rank(2, move |comm| {
+        let mut snapshot = snapshot(1, &Mesh::one_dim(2), comm.rank());
+        snapshot.tensors.push(TensorBlock {
+            name: "large".into(),
+            aliases: Vec::new(),
+            kind: TensorKind::Model,
+            dtype: StoredDtype::U8,
+            layout: ShardLayout::new(&[ROWS, ROWS], 0, 2),
+            data: BlockData::Ready(vec![7; ROWS * ROWS / 2].into()),
+        });
+        save(comm, &root, snapshot, &SaveOptions::default())
+    });
+    assert!(saved.iter().all(Result::is_ok), "{saved:?}");
+    let checkpoint = Checkpoint::newest(dir.path(), Verify::Sizes).unwrap();
+    // Headers are read once, and kept.
+    checkpoint.read("large", &ShardLayout::new(&[ROWS, ROWS], 0, ROWS), 0).unwrap();
+    for rank in [2, 7] {
+        let before = read_bytes();
+        let block = checkpoint.read("large", &ShardLayout::new(&[ROWS, ROWS], 0, 8), rank).unwrap();
+        let read = read_bytes() - before;
+        assert_eq!(block.len(), ROWS * ROWS / 8);
+        assert!((block.len()..block.len() + (32 << 10)).contains(&read), "rank {rank}: {read} bytes");
+    }
 }
 
 #[test]

@@ -223,6 +223,23 @@ fn a_configuration_gives_ranks_mesh_and_prefetch() {
     assert!(more.contains("ranks      16: { replicate = 4, shard = 4 }\n"), "{more}");
 }
 
+/// A model of 26e9 parameters on 16 ranks, whose gradients are kept in whole until the last micro-batch, or reduced at each.
+#[test]
+fn the_plan_tells_what_gradients_that_are_not_reduced_at_each_micro_batch_hold() {
+    let dir = tempfile::tempdir().unwrap();
+    let gradients = |accumulate: &str| -> Vec<u64> {
+        let file = dir.path().join(format!("{accumulate}.toml"));
+        let training = format!("gradient_accumulation = 4\naccumulate = \"{accumulate}\"");
+        fs::write(&file, format!("world_size = 16\n[training]\n{training}\n")).unwrap();
+        let plan = json(&["plan", "--params", "26e9", "--config", file.to_str().unwrap(), "--json"]);
+        let stages = plan["stages"].as_array().unwrap();
+        stages.iter().map(|of| of["memory"]["gradient_bytes"].as_u64().unwrap()).collect()
+    };
+    let (whole, block) = (4 * 26_000_000_000_u64, 4 * 26_000_000_000_u64 / 16);
+    assert_eq!(gradients("reduced"), [whole, whole, block, block]);
+    assert_eq!(gradients("local"), [whole; 4]);
+}
+
 #[test]
 fn what_cannot_be_planned_says_what_to_write() {
     assert_eq!(

@@ -349,7 +349,7 @@ fn after_forward_tables_of_burns_embedding_are_held_and_those_of_this_project_ar
 
 /// Gathered units and gradients of more than a megabyte, whose buffers are used again, and smaller ones.
 const GROWING: GptConfig =
-    GptConfig { layers: 2, width: 192, heads: 4, sequence: 8, vocabulary: 2048, recompute: false };
+    GptConfig { layers: 2, width: 64, heads: 4, sequence: 8, vocabulary: 4352, recompute: false };
 
 #[test]
 fn a_process_holds_no_more_after_a_hundred_steps() {

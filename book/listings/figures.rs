@@ -132,6 +132,68 @@ fn tensor(svg: &mut Svg, [left, top]: [f64; 2], layout: &ShardLayout, hint: impl
 }
 
 #[test]
+fn the_figure_of_units_and_blocks() {
+    let [weight, bias] = [[5, 4], [5, 1]].map(|shape| ShardLayout::new(&shape, 0, 3));
+    let mut svg = Svg::new(640.0, 180.0, "Two units of two parameters each, cut by rows over three ranks");
+    for unit in 0..2 {
+        let left = 160.0 + 220.0 * f64::from(unit);
+        svg.text([left + 69.0, 20.0], Anchor::Middle, "fig-label", &format!("unit blocks.{unit}"));
+        for (layout, left, name) in [(&weight, left, "weight"), (&bias, left + 116.0, "bias")] {
+            let middle = left + 11.0 * layout.shape()[1] as f64 - 1.0;
+            svg.text([middle, 44.0], Anchor::Middle, "fig-small", name);
+            tensor(&mut svg, [left, 54.0], layout, |rank| format!("rank {rank}"));
+        }
+    }
+    for rank in 0..3 {
+        let rows = weight.rows(rank);
+        let y = 54.0 + 11.0 * (rows.start + rows.end) as f64 + 3.0;
+        let label = format!("rank {rank}: {} {}", rows.len(), if rows.len() == 1 { "row" } else { "rows" });
+        svg.text([146.0, y], Anchor::End, "fig-small", &label);
+    }
+    assert_shown("listings/output/guides/blocks.svg", &svg.finish());
+}
+
+#[test]
+fn the_figure_of_a_gather() {
+    let mut svg = Svg::new(640.0, 190.0, "Three ranks put their blocks into one buffer, and all compute with it");
+    for (x, title) in [(70.0, "stored"), (300.0, "gathered unit"), (540.0, "used")] {
+        svg.text([x, 20.0], Anchor::Middle, "fig-label", title);
+    }
+    for rank in 0..3 {
+        let y = 60.0 + 48.0 * rank as f64;
+        svg.rect([40.0, y - 16.0], [60.0, 32.0], RANKS[rank], "");
+        svg.text([70.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("rank {rank}"));
+        svg.arrow([104.0, y], [206.0, 108.0 + 10.0 * (rank as f64 - 1.0)]);
+        svg.rect([210.0 + 60.0 * rank as f64, 92.0], [58.0, 32.0], RANKS[rank], "");
+        svg.arrow([392.0, 108.0 + 10.0 * (rank as f64 - 1.0)], [470.0, y]);
+        svg.node([540.0, y], 136.0, &format!("rank {rank} computes"));
+    }
+    assert_shown("listings/output/guides/gather.svg", &svg.finish());
+}
+
+#[test]
+fn the_figure_of_a_reduction() {
+    let mut svg = Svg::new(640.0, 190.0, "Three whole gradients become three blocks of their mean");
+    svg.text([205.0, 20.0], Anchor::Middle, "fig-label", "whole gradients");
+    svg.text([510.0, 20.0], Anchor::Middle, "fig-label", "blocks of the mean");
+    for rank in 0..3 {
+        let y = 60.0 + 48.0 * rank as f64;
+        svg.text([98.0, y + 4.0], Anchor::End, "fig-small", &format!("rank {rank}"));
+        for (block, name) in ["a", "b", "c"].iter().enumerate() {
+            let x = 110.0 + 64.0 * block as f64;
+            svg.rect([x, y - 16.0], [62.0, 32.0], RANKS[block], "");
+            svg.text([x + 31.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("{name}{rank}"));
+        }
+        svg.arrow([312.0, y], [396.0, y]);
+        let name = ["a", "b", "c"][rank];
+        svg.rect([400.0, y - 16.0], [220.0, 32.0], RANKS[rank], "");
+        svg.text([510.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("(({name}0 + {name}1) + {name}2) / 3"));
+    }
+    svg.text([354.0, 20.0], Anchor::Middle, "fig-small", "reduce-scatter");
+    assert_shown("listings/output/guides/reduction.svg", &svg.finish());
+}
+
+#[test]
 fn the_figure_of_partition_specs() {
     let mesh = Mesh::new([(Axis::Replicate, 2), (Axis::Shard, 3)]).unwrap();
     let mut svg = Svg::new(640.0, 300.0, "A mesh of two by three ranks, and a weight cut by rows and by columns");

@@ -3,6 +3,7 @@
 use fsdp_core::{Action, PrefetchDepth, Schedule, Stage, UnitTiers, UnitTraits};
 
 use crate::figures::{assert_figure, numbers, printed};
+use crate::output::assert_shown;
 use crate::svg::{Anchor, Svg};
 
 const NUM_UNITS: usize = 4;
@@ -108,6 +109,74 @@ fn the_figure_of_what_gathers_when_is_what_the_schedule_says() {
     ];
     svg.legend([70.0, 222.0], &meaning);
     assert_figure("units", svg);
+}
+
+/// What one rank of four holds while each unit computes, in units' parameters: parameters, optimizer state, gathered units,
+/// gradients.
+fn held_over_a_step(stage: Stage) -> Vec<(String, [f64; 4])> {
+    const NUM_RANKS: f64 = 4.0;
+    let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
+    let gathered_on_use = stage == Stage::Parameters;
+    let mut schedule = Schedule::new(stage, &[UnitTraits { gathered_on_use, ..UNIT }; NUM_UNITS], depth);
+    step(&mut schedule);
+    step(&mut schedule);
+    let part = if gathered_on_use { NUM_RANKS } else { 1.0 };
+    let [parameters, state] = [1.0, 2.0].map(|each| each * NUM_UNITS as f64 / part);
+    let mut gathered = [gathered_on_use, gathered_on_use, false, false];
+    let mut gradients = [0.0_f64; NUM_UNITS];
+    let mut columns = Vec::new();
+    for Event { name, unit, actions } in step(&mut schedule) {
+        for action in actions {
+            match action {
+                Action::Gather(unit) => gathered[unit] = true,
+                Action::Free(unit) => gathered[unit] = false,
+                // Where nothing is cut, the sum is as large as what was added up.
+                Action::WaitReduce(unit) => gradients[unit] = 1.0 / part,
+                _ => {}
+            }
+        }
+        if let (true, Some(unit)) = (name.starts_with('B'), unit) {
+            gradients[unit] = 1.0;
+        }
+        if name.starts_with(['F', 'B']) {
+            let num_gathered = gathered.iter().filter(|&&is_gathered| is_gathered).count() as f64;
+            columns.push((name, [parameters, state, num_gathered, gradients.iter().sum()]));
+        }
+    }
+    columns
+}
+
+#[test]
+fn the_figure_of_what_is_held_over_a_step_is_what_the_schedule_says() {
+    let panels = [("stage 0", Stage::Ddp), ("stage 3", Stage::Parameters)];
+    let kinds = [
+        ("fig-parameters", "parameters"),
+        ("fig-optimizer", "optimizer state"),
+        ("fig-gathered", "gathered units"),
+        ("fig-gradients", "gradients"),
+    ];
+    let mut svg = Svg::new(640.0, 290.0, "What a rank of four holds over a step, at stages 0 and 3");
+    let bottom = 230.0;
+    for (panel, (title, stage)) in panels.into_iter().enumerate() {
+        let left = 20.0 + 310.0 * panel as f64;
+        svg.text([left + 144.0, 20.0], Anchor::Middle, "fig-label", title);
+        let columns = held_over_a_step(stage);
+        assert_eq!(columns.len(), 2 * NUM_UNITS);
+        for (index, (name, held)) in columns.iter().enumerate() {
+            let x = left + 36.0 * index as f64;
+            let mut y = bottom;
+            for ((class, kind), amount) in kinds.iter().zip(held) {
+                let height = 12.0 * amount;
+                if height > 0.0 {
+                    y -= height;
+                    svg.rect([x, y], [32.0, height], class, &format!("{kind}: {amount:.2} units' parameters"));
+                }
+            }
+            svg.text([x + 16.0, bottom + 16.0], Anchor::Middle, "fig-small", name);
+        }
+    }
+    svg.legend([20.0, 280.0], &kinds);
+    assert_shown("listings/output/guides/held.svg", &svg.finish());
 }
 
 #[test]

@@ -28,8 +28,8 @@ impl Mlp {
     }
 }
 
-/// What every rank runs.
-fn train(rank: &Rank) -> Result<(), Error> {
+/// What every rank runs. Returns the trained model.
+fn train(rank: &Rank) -> Result<Mlp, Error> {
     let device = rank.device();
     let mut model = rank.shard(Mlp::init(&device))?;
     let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
@@ -48,11 +48,14 @@ fn train(rank: &Rank) -> Result<(), Error> {
         let gradients = model.backward(loss)?;
         optimizer.step(3e-3, &mut model, gradients)?;
     }
-    Ok(())
+    model.whole() // a plain Burn model again
 }
 
 fn main() -> Result<(), Error> {
     let config = Config { world_size: 2, ..Config::default() }; // stage 3 is the default
-    launch(&config, |rank| train(&rank))?;
+    let models = launch(&config, |rank| train(&rank))?;
+    let question = Tensor::<2>::from_data([[0.5, -0.6]], &Device::flex());
+    let answer: f32 = models[0].forward(question).into_scalar();
+    println!("0.5 times -0.6 is {answer:.3}");
     Ok(())
 }

@@ -159,12 +159,12 @@ fn the_figure_of_a_gather() {
     for (x, title) in [(70.0, "stored"), (300.0, "gathered unit"), (540.0, "used")] {
         svg.text([x, 20.0], Anchor::Middle, "fig-label", title);
     }
-    for rank in 0..3 {
+    for (rank, class) in RANKS.iter().take(3).enumerate() {
         let y = 60.0 + 48.0 * rank as f64;
-        svg.rect([40.0, y - 16.0], [60.0, 32.0], RANKS[rank], "");
+        svg.rect([40.0, y - 16.0], [60.0, 32.0], class, "");
         svg.text([70.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("rank {rank}"));
         svg.arrow([104.0, y], [206.0, 108.0 + 10.0 * (rank as f64 - 1.0)]);
-        svg.rect([210.0 + 60.0 * rank as f64, 92.0], [58.0, 32.0], RANKS[rank], "");
+        svg.rect([210.0 + 60.0 * rank as f64, 92.0], [58.0, 32.0], class, "");
         svg.arrow([392.0, 108.0 + 10.0 * (rank as f64 - 1.0)], [470.0, y]);
         svg.node([540.0, y], 136.0, &format!("rank {rank} computes"));
     }
@@ -176,7 +176,7 @@ fn the_figure_of_a_reduction() {
     let mut svg = Svg::new(640.0, 190.0, "Three whole gradients become three blocks of their mean");
     svg.text([205.0, 20.0], Anchor::Middle, "fig-label", "whole gradients");
     svg.text([510.0, 20.0], Anchor::Middle, "fig-label", "blocks of the mean");
-    for rank in 0..3 {
+    for (rank, class) in RANKS.iter().take(3).enumerate() {
         let y = 60.0 + 48.0 * rank as f64;
         svg.text([98.0, y + 4.0], Anchor::End, "fig-small", &format!("rank {rank}"));
         for (block, name) in ["a", "b", "c"].iter().enumerate() {
@@ -186,7 +186,7 @@ fn the_figure_of_a_reduction() {
         }
         svg.arrow([312.0, y], [396.0, y]);
         let name = ["a", "b", "c"][rank];
-        svg.rect([400.0, y - 16.0], [220.0, 32.0], RANKS[rank], "");
+        svg.rect([400.0, y - 16.0], [220.0, 32.0], class, "");
         svg.text([510.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("(({name}0 + {name}1) + {name}2) / 3"));
     }
     svg.text([354.0, 20.0], Anchor::Middle, "fig-small", "reduce-scatter");

@@ -59,7 +59,6 @@ fn saves() -> Vec<Example> {
 fn loads() -> Vec<Example> {
     let manifest = || step().join("manifest.json");
     let file = || step().join("rank-00000.safetensors");
-    let damaged = |problem: &str| problem.to_owned();
     let expected = ExpectedTensor { name: "head.weight".into(), shape: vec![512, 2048], dtype: None };
     let comparison = Comparison {
         path: step(),
@@ -73,7 +72,7 @@ fn loads() -> Vec<Example> {
         CheckpointError::Shape { tensor: "head.weight".into(), stored: vec![512, 2048], asked: vec![512, 4096] };
     let checksum =
         CheckpointError::Checksum { file: file(), expected: "8a3d5f0c77e1b264".into(), got: "11f04cc2d6a98b3e".into() };
-    let problem = damaged("EOF while parsing an object at line 1 column 512");
+    let problem = "EOF while parsing an object at line 1 column 512".to_owned();
     let weights = "it has no tensor `head.weight`".to_owned();
     let output = CheckpointError::Output {
         path: "gpt.safetensors".into(),

@@ -36,13 +36,13 @@ fn train(rank: &Rank) -> Result<Mlp, Error> {
     if rank.is_main() {
         println!("{}", model.summary());
     }
-    for step in 0..=200 {
+    for step in 0..=500 {
         // Each rank draws samples of its own.
         let input = Tensor::<2>::random([64, 2], Distribution::Uniform(-1.0, 1.0), &device);
         let target = input.clone().prod_dim(1);
         let loss = MseLoss::new().forward(model.forward(input), target, Reduction::Mean);
         let mean = rank.mean(loss.clone().into_scalar::<f32>().into())?;
-        if rank.is_main() && step % 50 == 0 {
+        if rank.is_main() && step % 100 == 0 {
             println!("step {step:>3}  loss {mean:.5}");
         }
         let gradients = model.backward(loss)?;

@@ -55,7 +55,7 @@ fn the_figure_of_the_memory_wall() {
     svg.curve(&[[x(0.1), y(1.6)], [x(1000.0), y(16e3)]], "fig-curve0");
     svg.curve(&[[x(0.25), y(1.0)], [x(1000.0), y(4e3)]], "fig-curve1");
     svg.text([right + 8.0, y(16e3) + 4.0], Anchor::Start, "fig-small", "training: 16 bytes each");
-    svg.text([right + 8.0, y(4e3) + 10.0], Anchor::Start, "fig-small", "weights alone: 4");
+    svg.text([right + 8.0, y(4e3) + 10.0], Anchor::Start, "fig-small", "weights alone: 4 each");
     for device in Device::ALL.iter().filter(|device| device.name != "A100") {
         let giga = device.memory_bytes as f64 / 1e9;
         svg.line([left, y(giga)], [right, y(giga)], "fig-limit");
@@ -102,13 +102,13 @@ fn the_figure_of_the_stages_shows_what_was_measured() {
         text.lines().filter(|line| line.contains('≈')).map(numbers).filter(|row| row.len() == 6).collect();
     assert_eq!(rows.len(), 4);
     let mut svg = Svg::new(640.0, 250.0, "Bytes of one rank at stages 0 to 3, by kind");
-    let scale = 520.0 / rows[0][1..5].iter().enumerate().map(|(i, v)| if i == 2 { v * 1e6 } else { *v }).sum::<f64>();
+    let scale = 480.0 / rows[0][1..5].iter().enumerate().map(|(i, v)| if i == 2 { v * 1e6 } else { *v }).sum::<f64>();
     for (index, row) in rows.iter().enumerate() {
         // The optimizer's state is in megabytes, the rest in bytes.
         let bytes = [row[1], row[2], row[3] * 1e6, row[4]];
         let y = 20.0 + 48.0 * index as f64;
-        svg.text([10.0, y + 22.0], Anchor::Start, "fig-label", &format!("{}", row[0]));
-        let mut x = 30.0;
+        svg.text([10.0, y + 22.0], Anchor::Start, "fig-label", &format!("stage {}", row[0]));
+        let mut x = 80.0;
         for ((class, name), bytes) in KINDS.iter().zip(bytes).filter(|(_, bytes)| *bytes > 0.0) {
             svg.rect([x, y], [bytes * scale, 34.0], class, &format!("{name}: {:.1} MB", bytes / 1e6));
             x += bytes * scale;
@@ -116,7 +116,7 @@ fn the_figure_of_the_stages_shows_what_was_measured() {
         let total: f64 = bytes.iter().sum();
         svg.text([x + 8.0, y + 22.0], Anchor::Start, "fig-small", &format!("{:.1} MB", total / 1e6));
     }
-    svg.legend([30.0, 235.0], &KINDS);
+    svg.legend([80.0, 235.0], &KINDS);
     assert_figure("zero", svg);
 }
 
@@ -239,7 +239,8 @@ fn the_figure_of_another_world() {
             if from < to {
                 let y = 36.0 + 22.0 * (from + to) as f64 / 2.0 - 1.0;
                 svg.arrow([246.0, y], [392.0, y]);
-                let label = format!("rows {from}-{} of file {writer}", to - 1);
+                let rows = if to - from == 1 { format!("row {from}") } else { format!("rows {from}-{}", to - 1) };
+                let label = format!("{rows} of file {writer}");
                 svg.text([319.0, y - 5.0], Anchor::Middle, "fig-small", &label);
             }
         }

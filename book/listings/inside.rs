@@ -56,7 +56,7 @@ fn the_diagram_of_a_units_states_is_what_the_code_allows() {
             }
         }
     }
-    let mut svg = Svg::new(760.0, 220.0, "The states of a unit and the calls that lead from one to another");
+    let mut svg = Svg::new(760.0, 250.0, "The states of a unit and the calls that lead from one to another");
     let x = |state: &UnitState| 75.0 + 203.0 * states.iter().position(|known| known == state).unwrap() as f64;
     let y = 76.0;
     for state in &states {
@@ -70,7 +70,7 @@ fn the_diagram_of_a_units_states_is_what_the_code_allows() {
         } else if *to == UnitState::Sharded {
             // Back to the beginning, below; the longer way the lower.
             let steps = (start - end) / 203.0;
-            svg.bent_arrow([start - 8.0, y + 18.0], [end + 24.0 * (2.0 - steps), y + 18.0], 30.0 * steps, call);
+            svg.bent_arrow([start - 8.0, y + 18.0], [end + 24.0 * (2.0 - steps), y + 18.0], 40.0 * steps, call);
         } else {
             svg.bent_arrow([start, y - 18.0], [end, y - 18.0], -30.0, call);
         }

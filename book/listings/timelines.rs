@@ -222,8 +222,14 @@ fn the_figure_of_offloaded_state_is_what_the_schedule_says() {
     assert_figure("offload", svg);
 }
 
-/// Panels of four ranks by four blocks; `filled` says how many contributions a block has, and whether it has just come.
-fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usize, bool)) {
+/// Panels of four ranks by four blocks; `filled` says how many contributions a block has, and whether it has just come;
+/// `named` what is written into one with so many.
+fn panels(
+    svg: &mut Svg,
+    top: f64,
+    filled: impl Fn(usize, usize, usize) -> (usize, bool),
+    named: fn(usize, usize) -> String,
+) {
     for panel in 0..4 {
         let left = 60.0 + 150.0 * panel as f64;
         let name = if panel == 0 { "at first".to_owned() } else { format!("after message {panel}") };
@@ -239,7 +245,7 @@ fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usiz
                 };
                 svg.rect(at, [25.0, 25.0], class, "");
                 if num > 0 {
-                    svg.text([at[0] + 12.5, at[1] + 17.0], Anchor::Middle, "fig-inside", &num.to_string());
+                    svg.text([at[0] + 12.5, at[1] + 17.0], Anchor::Middle, "fig-inside", &named(block, num));
                 }
             }
         }
@@ -253,10 +259,11 @@ fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usiz
 fn the_figures_of_rings_are_what_rings_do() {
     // In message m, rank r sends block r - m + 1 to its neighbour, which keeps it.
     let mut svg = Svg::new(640.0, 150.0, "A ring all-gather of four blocks in three messages");
-    panels(&mut svg, 30.0, |panel, rank, block| {
+    let filled = |panel: usize, rank: usize, block: usize| {
         let arrival = (rank + 4 - block) % 4; // the message in which the block comes
         (usize::from(arrival <= panel), panel > 0 && arrival == panel)
-    });
+    };
+    panels(&mut svg, 30.0, filled, |block, _| ["a", "b", "c", "d"][block].to_owned());
     assert_figure("ring-gather", svg);
 
     // In message m, rank r sends what it has of block r - m to its neighbour, which adds it to its own.
@@ -284,7 +291,8 @@ fn the_figures_of_rings_are_what_rings_do() {
     for (rank, blocks) in sums[3].iter().enumerate() {
         assert_eq!(blocks[rank], 4, "each rank ends with the sum of its own block");
     }
-    panels(&mut svg, 30.0, |panel, rank, block| (sums[panel][rank][block], news[panel][rank][block]));
+    let filled = |panel: usize, rank: usize, block: usize| (sums[panel][rank][block], news[panel][rank][block]);
+    panels(&mut svg, 30.0, filled, |_, num| num.to_string());
     assert_figure("ring-reduce", svg);
 }
 

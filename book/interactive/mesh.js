@@ -344,7 +344,7 @@
                                 cut === 0 ? attribute(state, shape) : html("code", {}, attribute(state, shape)),
                             ],
                             ["JAX, on a mesh of these axes", html("code", {}, jax(state, shape))],
-                            ["FSDP2", html("code", {}, cut === null ? "ignored_params" : `Shard(${cut})`)],
+                            ["FSDP2", html("code", {}, cut === null ? "no counterpart" : `Shard(${cut})`)],
                         ].map((cells) => ({ cells, attributes: { class: "written" } })),
                     ),
                 ),

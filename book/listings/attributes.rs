@@ -202,7 +202,7 @@ fn takes(word: &str) -> [String; 2] {
         "unit" | "units" | "nested" => ("nothing".into(), "the field is part of the unit around it"),
         "ignore" => ("nothing".into(), "the field is managed"),
         "replicate" => ("nothing".into(), "parameters are cut over the shard axis"),
-        "spec" => ("one entry for each dimension, `\"shard\"` or `_`".into(), "the first dimension is cut"),
+        "spec" => ("at most one entry for each dimension, `\"shard\"` or `_`".into(), "the first dimension is cut"),
         "keep" => ("nothing".into(), "the unit is freed after forward has used it, and gathered again"),
         "prefetch" => ("an integer of at least 0".into(), "`prefetch.forward` of the configuration"),
         "reduce" => (names("PRECISIONS"), "`precision.reduce` of the configuration"),

@@ -55,7 +55,7 @@ fn the_figure_of_the_memory_wall() {
     svg.curve(&[[x(0.1), y(1.6)], [x(1000.0), y(16e3)]], "fig-curve0");
     svg.curve(&[[x(0.25), y(1.0)], [x(1000.0), y(4e3)]], "fig-curve1");
     svg.text([right + 8.0, y(16e3) + 4.0], Anchor::Start, "fig-small", "training: 16 bytes each");
-    svg.text([right + 8.0, y(4e3) + 10.0], Anchor::Start, "fig-small", "weights alone: 4");
+    svg.text([right + 8.0, y(4e3) + 10.0], Anchor::Start, "fig-small", "weights alone: 4 each");
     for device in Device::ALL.iter().filter(|device| device.name != "A100") {
         let giga = device.memory_bytes as f64 / 1e9;
         svg.line([left, y(giga)], [right, y(giga)], "fig-limit");
@@ -102,13 +102,13 @@ fn the_figure_of_the_stages_shows_what_was_measured() {
         text.lines().filter(|line| line.contains('≈')).map(numbers).filter(|row| row.len() == 6).collect();
     assert_eq!(rows.len(), 4);
     let mut svg = Svg::new(640.0, 250.0, "Bytes of one rank at stages 0 to 3, by kind");
-    let scale = 520.0 / rows[0][1..5].iter().enumerate().map(|(i, v)| if i == 2 { v * 1e6 } else { *v }).sum::<f64>();
+    let scale = 480.0 / rows[0][1..5].iter().enumerate().map(|(i, v)| if i == 2 { v * 1e6 } else { *v }).sum::<f64>();
     for (index, row) in rows.iter().enumerate() {
         // The optimizer's state is in megabytes, the rest in bytes.
         let bytes = [row[1], row[2], row[3] * 1e6, row[4]];
         let y = 20.0 + 48.0 * index as f64;
-        svg.text([10.0, y + 22.0], Anchor::Start, "fig-label", &format!("{}", row[0]));
-        let mut x = 30.0;
+        svg.text([10.0, y + 22.0], Anchor::Start, "fig-label", &format!("stage {}", row[0]));
+        let mut x = 80.0;
         for ((class, name), bytes) in KINDS.iter().zip(bytes).filter(|(_, bytes)| *bytes > 0.0) {
             svg.rect([x, y], [bytes * scale, 34.0], class, &format!("{name}: {:.1} MB", bytes / 1e6));
             x += bytes * scale;
@@ -116,7 +116,7 @@ fn the_figure_of_the_stages_shows_what_was_measured() {
         let total: f64 = bytes.iter().sum();
         svg.text([x + 8.0, y + 22.0], Anchor::Start, "fig-small", &format!("{:.1} MB", total / 1e6));
     }
-    svg.legend([30.0, 235.0], &KINDS);
+    svg.legend([80.0, 235.0], &KINDS);
     assert_figure("zero", svg);
 }
 
@@ -129,6 +129,68 @@ fn tensor(svg: &mut Svg, [left, top]: [f64; 2], layout: &ShardLayout, hint: impl
             svg.rect(at, [20.0, 20.0], RANKS[rank % RANKS.len()], &hint(rank));
         }
     }
+}
+
+#[test]
+fn the_figure_of_units_and_blocks() {
+    let [weight, bias] = [[5, 4], [5, 1]].map(|shape| ShardLayout::new(&shape, 0, 3));
+    let mut svg = Svg::new(640.0, 180.0, "Two units of two parameters each, cut by rows over three ranks");
+    for unit in 0..2 {
+        let left = 160.0 + 220.0 * f64::from(unit);
+        svg.text([left + 69.0, 20.0], Anchor::Middle, "fig-label", &format!("unit blocks.{unit}"));
+        for (layout, left, name) in [(&weight, left, "weight"), (&bias, left + 116.0, "bias")] {
+            let middle = left + 11.0 * layout.shape()[1] as f64 - 1.0;
+            svg.text([middle, 44.0], Anchor::Middle, "fig-small", name);
+            tensor(&mut svg, [left, 54.0], layout, |rank| format!("rank {rank}"));
+        }
+    }
+    for rank in 0..3 {
+        let rows = weight.rows(rank);
+        let y = 54.0 + 11.0 * (rows.start + rows.end) as f64 + 3.0;
+        let label = format!("rank {rank}: {} {}", rows.len(), if rows.len() == 1 { "row" } else { "rows" });
+        svg.text([146.0, y], Anchor::End, "fig-small", &label);
+    }
+    assert_shown("listings/output/guides/blocks.svg", &svg.finish());
+}
+
+#[test]
+fn the_figure_of_a_gather() {
+    let mut svg = Svg::new(640.0, 190.0, "Three ranks put their blocks into one buffer, and all compute with it");
+    for (x, title) in [(70.0, "stored"), (300.0, "gathered unit"), (540.0, "used")] {
+        svg.text([x, 20.0], Anchor::Middle, "fig-label", title);
+    }
+    for (rank, class) in RANKS.iter().take(3).enumerate() {
+        let y = 60.0 + 48.0 * rank as f64;
+        svg.rect([40.0, y - 16.0], [60.0, 32.0], class, "");
+        svg.text([70.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("rank {rank}"));
+        svg.arrow([104.0, y], [206.0, 108.0 + 10.0 * (rank as f64 - 1.0)]);
+        svg.rect([210.0 + 60.0 * rank as f64, 92.0], [58.0, 32.0], class, "");
+        svg.arrow([392.0, 108.0 + 10.0 * (rank as f64 - 1.0)], [470.0, y]);
+        svg.node([540.0, y], 136.0, &format!("rank {rank} computes"));
+    }
+    assert_shown("listings/output/guides/gather.svg", &svg.finish());
+}
+
+#[test]
+fn the_figure_of_a_reduction() {
+    let mut svg = Svg::new(640.0, 190.0, "Three whole gradients become three blocks of their mean");
+    svg.text([205.0, 20.0], Anchor::Middle, "fig-label", "whole gradients");
+    svg.text([510.0, 20.0], Anchor::Middle, "fig-label", "blocks of the mean");
+    for (rank, class) in RANKS.iter().take(3).enumerate() {
+        let y = 60.0 + 48.0 * rank as f64;
+        svg.text([98.0, y + 4.0], Anchor::End, "fig-small", &format!("rank {rank}"));
+        for (block, name) in ["a", "b", "c"].iter().enumerate() {
+            let x = 110.0 + 64.0 * block as f64;
+            svg.rect([x, y - 16.0], [62.0, 32.0], RANKS[block], "");
+            svg.text([x + 31.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("{name}{rank}"));
+        }
+        svg.arrow([312.0, y], [396.0, y]);
+        let name = ["a", "b", "c"][rank];
+        svg.rect([400.0, y - 16.0], [220.0, 32.0], class, "");
+        svg.text([510.0, y + 4.0], Anchor::Middle, "fig-inside", &format!("(({name}0 + {name}1) + {name}2) / 3"));
+    }
+    svg.text([354.0, 20.0], Anchor::Middle, "fig-small", "reduce-scatter");
+    assert_shown("listings/output/guides/reduction.svg", &svg.finish());
 }
 
 #[test]
@@ -177,7 +239,8 @@ fn the_figure_of_another_world() {
             if from < to {
                 let y = 36.0 + 22.0 * (from + to) as f64 / 2.0 - 1.0;
                 svg.arrow([246.0, y], [392.0, y]);
-                let label = format!("rows {from}-{} of file {writer}", to - 1);
+                let rows = if to - from == 1 { format!("row {from}") } else { format!("rows {from}-{}", to - 1) };
+                let label = format!("{rows} of file {writer}");
                 svg.text([319.0, y - 5.0], Anchor::Middle, "fig-small", &label);
             }
         }

@@ -9,8 +9,8 @@ use fsdp_core::{
     TraceStream, UnitIndex, UnitState, UnitTraits, Uses, simulate,
 };
 
-use crate::diagram::Diagram;
 use crate::output::assert_shown;
+use crate::svg::{Anchor, Svg};
 
 fn unit() -> UnitTraits {
     UnitTraits { gathered_on_use: true, trainable: true, gathered_bytes: 4096, ..UnitTraits::default() }
@@ -19,8 +19,14 @@ fn unit() -> UnitTraits {
 /// Every transition of a unit's state: from, call, to. The calls are tried in every state that is reached.
 fn transitions() -> Vec<(UnitState, &'static str, UnitState)> {
     type Call = fn(&mut UnitState) -> Result<(), fsdp_core::WrongOrder>;
-    let calls: [(&str, Call); 3] =
-        [("gather", UnitState::gather), ("arrived", UnitState::arrived), ("free", UnitState::free)];
+    let calls: [(&str, Call); 4] = [
+        ("gather", UnitState::gather),
+        ("arrived", UnitState::arrived),
+        ("reshard", UnitState::reshard),
+        ("free", UnitState::free),
+    ];
+    let source = include_str!("../../fsdp-core/src/unit_state.rs");
+    assert_eq!(source.matches("    pub fn ").count(), calls.len(), "a call of `UnitState` is not tried");
     let mut reached = vec![UnitState::Sharded];
     let mut found = Vec::new();
     let mut next = 0;
@@ -50,19 +56,23 @@ fn the_diagram_of_a_units_states_is_what_the_code_allows() {
             }
         }
     }
-    let mut svg = Diagram::new(640.0, 210.0, "The states of a unit and the calls that lead from one to another");
-    let x = |state: &UnitState| 100.0 + 220.0 * states.iter().position(|known| known == state).unwrap() as f64;
+    let mut svg = Svg::new(760.0, 250.0, "The states of a unit and the calls that lead from one to another");
+    let x = |state: &UnitState| 75.0 + 203.0 * states.iter().position(|known| known == state).unwrap() as f64;
+    let y = 76.0;
     for state in &states {
-        svg.node([x(state), 50.0], 120.0, &format!("{state:?}"));
+        svg.node([x(state), y], 110.0, &format!("{state:?}"));
     }
     for (from, call, to) in &transitions {
         let (start, end) = (x(from), x(to));
         if start < end {
-            svg.arrow([start + 60.0, 50.0], [end - 60.0, 50.0], 0.0, call);
+            svg.arrow([start + 57.0, y], [end - 57.0, y]);
+            svg.text([(start + end) / 2.0, y - 8.0], Anchor::Middle, "fig-label", call);
+        } else if *to == UnitState::Sharded {
+            // Back to the beginning, below; the longer way the lower.
+            let steps = (start - end) / 203.0;
+            svg.bent_arrow([start - 8.0, y + 18.0], [end + 24.0 * (2.0 - steps), y + 18.0], 40.0 * steps, call);
         } else {
-            // Back, below; the longer way the lower.
-            let steps = (start - end) / 220.0;
-            svg.arrow([start - 8.0, 66.0], [end + 15.0 * (3.0 - 2.0 * steps), 66.0], 42.0 * steps, call);
+            svg.bent_arrow([start, y - 18.0], [end, y - 18.0], -30.0, call);
         }
     }
     assert_shown("listings/output/guides/unit-states.svg", &svg.finish());
@@ -118,7 +128,7 @@ fn the_diagram_of_a_units_actions_is_what_schedules_do() {
             ["Gather", "WaitGather", "Free", "Reduce", "WaitReduce", "Step", "Publish", "WaitPublish"].into();
         actions.retain(|action| found.iter().any(|(from, to)| from == action || to == action));
         let title = format!("What happens to a unit at stage {}, and what may come next", stage.number());
-        let mut svg = Diagram::new(640.0, 330.0, &title);
+        let mut svg = Svg::new(640.0, 330.0, &title);
         let place = |action: &str| {
             let index = actions.iter().position(|known| *known == action).unwrap();
             let angle = TAU * index as f64 / actions.len() as f64 - TAU / 4.0;
@@ -134,7 +144,7 @@ fn the_diagram_of_a_units_actions_is_what_schedules_do() {
             let reach = (58.0 / dx.abs().max(1e-9)).min(19.0 / dy.abs().max(1e-9));
             let (cut_x, cut_y) = (dx * reach, dy * reach);
             let bend = if found.contains(&(*to, *from)) { 14.0 } else { 0.0 };
-            svg.arrow([x1 + cut_x, y1 + cut_y], [x2 - cut_x, y2 - cut_y], bend, "");
+            svg.bent_arrow([x1 + cut_x, y1 + cut_y], [x2 - cut_x, y2 - cut_y], bend, "");
         }
         assert_shown(&format!("listings/output/guides/{file}"), &svg.finish());
     }
@@ -150,15 +160,15 @@ fn job(depth: usize) -> Job {
     Job { depth, num_tokens: 16384, needs_norm: false, ..job }
 }
 
-/// Forward, backward, step; gather and publish; reduce; waits.
-fn colour(kind: SpanKind) -> &'static str {
+/// The style of a span's bar, as in the figure of a recorded trace.
+fn style(kind: SpanKind) -> &'static str {
     match kind {
-        SpanKind::Forward => "#7fb3e6",
-        SpanKind::Backward => "#b39ddb",
-        SpanKind::Step => "#a5d6a7",
-        SpanKind::Gather | SpanKind::Publish => "#ffcc80",
-        SpanKind::Reduce => "#ef9a9a",
-        _ => "#d5d5d5",
+        SpanKind::Forward => "fig-parameters",
+        SpanKind::Backward => "fig-computes",
+        SpanKind::Step => "fig-optimizer",
+        SpanKind::Gather | SpanKind::Publish => "fig-gathered",
+        SpanKind::Reduce => "fig-gradients",
+        _ => "fig-waits",
     }
 }
 
@@ -174,20 +184,21 @@ fn the_picture_of_a_step_over_time_is_the_simulators() {
         simulate(&job(depth).workload(stage), &options)
     });
     let longest = reports.iter().map(|report| report.step_s).fold(0.0, f64::max);
-    let mut svg = Diagram::new(860.0, 380.0, "One step of rank 0: what computes, what is gathered, what is reduced");
+    let mut svg = Svg::new(860.0, 380.0, "One step of rank 0: what computes, what is gathered, what is reduced");
     let scale = 770.0 / longest;
     for (index, ((title, ..), report)) in rows.iter().zip(&reports).enumerate() {
         let top = 8.0 + 120.0 * index as f64;
         let stands = 100.0 * report.exposed_s / report.step_s;
         svg.text(
             [70.0, top + 13.0],
-            "start",
+            Anchor::Start,
+            "fig-label",
             &format!("{title}: {:.1} ms, of which {stands:.0}% stands still", 1e3 * report.step_s),
         );
         for (row, stream) in [TraceStream::Compute, TraceStream::Gather, TraceStream::Reduce].into_iter().enumerate() {
             let y = top + 20.0 + 28.0 * row as f64;
-            svg.text([62.0, y + 16.0], "end", stream.name());
-            svg.line([70.0, y + 24.5], [850.0, y + 24.5]);
+            svg.text([62.0, y + 15.0], Anchor::End, "fig-small", stream.name());
+            svg.rect([70.0, y - 1.0], [770.0, 24.0], "fig-empty", "");
             for span in report.spans.iter().filter(|span| span.stream == stream && span.end_s > 0.0) {
                 let (start, end) = (span.start_s.max(0.0), span.end_s.min(report.step_s));
                 let unit = span.unit.map_or(String::new(), |unit| unit.to_string());
@@ -195,18 +206,14 @@ fn the_picture_of_a_step_over_time_is_the_simulators() {
                 let full = format!("{} {unit}", span.kind.name());
                 let size = [(end - start) * scale, 22.0];
                 if size[0] > 0.05 {
-                    svg.bar([70.0 + start * scale, y], size, colour(span.kind), &label, &full);
+                    svg.bar([70.0 + start * scale, y], size, style(span.kind), &label, &full);
                 }
             }
         }
     }
     let kinds =
         [SpanKind::Forward, SpanKind::Backward, SpanKind::Step, SpanKind::Gather, SpanKind::Reduce, SpanKind::Wait];
-    for (index, kind) in kinds.into_iter().enumerate() {
-        let x = 70.0 + 120.0 * index as f64;
-        svg.bar([x, 360.0], [16.0, 14.0], colour(kind), "", kind.name());
-        svg.text([x + 22.0, 372.0], "start", kind.name());
-    }
+    svg.legend([70.0, 372.0], &kinds.map(|kind| (style(kind), kind.name())));
     assert_shown("listings/output/guides/step-over-time.svg", &svg.finish());
 }
 

@@ -5,9 +5,9 @@ use fsdp_core::{
     TrafficModel, UnitTraffic, UnitTraits, Uses, human_bytes,
 };
 
-use crate::diagram::Diagram;
 use crate::output::{assert_numbers, assert_shown};
 use crate::planned::{h100_flops, link, memory, sent_len};
+use crate::svg::{Anchor, Svg};
 
 /// Messages of a binomial tree from one rank to all, one after the other on its longest way.
 fn tree_hops(num_ranks: u64) -> u64 {
@@ -39,30 +39,31 @@ fn the_picture_of_ring_and_tree_is_the_cost_models() {
     let link = link("ib-ndr");
     let at = |bytes: f64, seconds: f64| [70.0 + 95.0 * (bytes / 1e3).log10(), 290.0 - 54.0 * (seconds / 1e-5).log10()];
     let mut picture =
-        Diagram::new(760.0, 340.0, "Time of an all-reduce by size, as a ring and as a tree, on 8 and 1024 ranks");
+        Svg::new(760.0, 340.0, "Time of an all-reduce by size, as a ring and as a tree, on 8 and 1024 ranks");
     for (decade, label) in ["1 kB", "10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"].into_iter().enumerate() {
         let bytes = 1e3 * 10_f64.powi(decade as i32);
-        picture.line(at(bytes, 1e-5), at(bytes, 1.0));
+        picture.line(at(bytes, 1e-5), at(bytes, 1.0), "fig-grid");
         let [x, y] = at(bytes, 1e-5);
-        picture.text([x, y + 18.0], "middle", label);
+        picture.text([x, y + 18.0], Anchor::Middle, "fig-small", label);
     }
     for (decade, label) in ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s"].into_iter().enumerate() {
         let seconds = 1e-5 * 10_f64.powi(decade as i32);
-        picture.line(at(1e3, seconds), at(1e9, seconds));
+        picture.line(at(1e3, seconds), at(1e9, seconds), "fig-grid");
         let [x, y] = at(1e3, seconds);
-        picture.text([x - 8.0, y + 4.0], "end", label);
+        picture.text([x - 8.0, y + 4.0], Anchor::End, "fig-small", label);
     }
-    for (num_ranks, colour) in [(8, "#3f7fbf"), (1024, "#c2703d")] {
+    for (num_ranks, class) in [(8, "fig-curve0"), (1024, "fig-curve1")] {
         let sizes = (0..=60).map(|tenth| 1e3 * 10_f64.powf(f64::from(tenth) / 10.0));
         let curve = |time: fn(Link, u64, u64) -> f64| {
             sizes.clone().map(|bytes| at(bytes, time(link, num_ranks, bytes as u64))).collect::<Vec<_>>()
         };
         let (ring, tree) = (curve(ring_s), curve(tree_s));
         for (name, [_, y]) in [("ring", ring[60]), ("tree", tree[60])] {
-            picture.text([650.0, y + 4.0], "start", &format!("{name}, {num_ranks}"));
+            let label = format!("{name}, {num_ranks}");
+            picture.text([650.0, y + 4.0], Anchor::Start, "fig-small", &label);
         }
-        picture.curve(ring, colour, false);
-        picture.curve(tree, colour, true);
+        picture.curve(&ring, class);
+        picture.curve(&tree, &format!("{class} fig-dashed"));
     }
     assert_shown("listings/output/guides/ring-and-tree.svg", &picture.finish());
 }

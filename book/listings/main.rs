@@ -6,7 +6,6 @@ mod attributes;
 mod chapters;
 mod choosing;
 mod configuration;
-mod diagram;
 mod errors;
 mod exercises;
 mod figures;

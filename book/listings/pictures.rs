@@ -54,8 +54,17 @@ fn the_picture_of_a_step_is_what_the_schedule_does() {
     events(&mut schedule);
     let lines = events(&mut schedule).into_iter().map(|(event, actions)| {
         let actions: Vec<_> = actions.iter().map(describe).collect();
-        let line = format!("{event:<24}{}", actions.join(", "));
-        format!("{}\n", line.trim_end())
+        // What is too long for a line of the page goes on in the next, under the first action.
+        let mut lines = vec![format!("{event:<24}")];
+        for (index, action) in actions.iter().enumerate() {
+            let comma = if index + 1 < actions.len() { ", " } else { "" };
+            let last = lines.len() - 1;
+            if lines[last].len() + action.len() > 88 {
+                lines.push(" ".repeat(24));
+            }
+            *lines.last_mut().unwrap() += &format!("{action}{comma}");
+        }
+        lines.iter().map(|line| format!("{}\n", line.trim_end())).collect::<String>()
     });
     assert_shown("listings/output/step.txt", &lines.collect::<String>());
 }

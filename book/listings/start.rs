@@ -1,87 +1,56 @@
-//! The first chapter: a sharded perceptron on two ranks.
+//! The program of the page that begins a project: it is run as a reader runs it, and its output is what the page shows.
 
-use burn::module::Module;
-use burn::nn::loss::{MseLoss, Reduction};
-use burn::nn::{Linear, LinearConfig};
-use burn::optim::AdamWConfig;
-use burn::tensor::{Device, Distribution, Tensor, activation::tanh};
-use fsdp_burn::{Config, Error, Rank, Sharded, launch};
+use std::process::Command;
 
 use crate::output::assert_shown;
 
-// ANCHOR: model
-#[derive(Module, Debug, Sharded)]
-struct Mlp {
-    #[shard(units)] // every element is a unit: gathered, used, freed
-    layers: Vec<Linear>,
-    output: Linear, // no attribute: the root unit
+/// The losses that are printed, by step.
+fn losses(text: &str) -> Vec<f64> {
+    let loss = |line: &str| line.strip_prefix("step ")?.split_once("loss ")?.1.parse().ok();
+    text.lines().filter_map(loss).collect()
 }
 
-impl Mlp {
-    fn init(device: &Device) -> Self {
-        let layers = [(2, 64), (64, 64), (64, 64)];
-        Self {
-            layers: layers.map(|(from, to)| LinearConfig::new(from, to).init(device)).into(),
-            output: LinearConfig::new(64, 1).init(device),
-        }
-    }
-
-    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
-        self.output.forward(self.layers.iter().fold(input, |x, layer| tanh(layer.forward(x))))
-    }
-}
-// ANCHOR_END: model
-
-// ANCHOR: train
-/// What every rank runs. Returns the mean loss of the first and of the last step.
-fn train(rank: &Rank, num_steps: usize) -> Result<[f64; 2], Error> {
-    let device = rank.device();
-    let mut model = rank.shard(Mlp::init(&device))?;
-    let mut optimizer = rank.optimizer(AdamWConfig::new().init())?;
-    if rank.is_main() {
-        println!("{}", model.summary());
-    }
-    let mut losses = Vec::new();
-    for _ in 0..num_steps {
-        // Each rank draws samples of its own, and learns to multiply two numbers.
-        let input = Tensor::<2>::random([64, 2], Distribution::Uniform(-1.0, 1.0), &device);
-        let target = input.clone().prod_dim(1);
-        let loss = MseLoss::new().forward(model.forward(input), target, Reduction::Mean);
-        losses.push(rank.mean(loss.clone().into_scalar::<f32>().into())?);
-        let gradients = model.backward(loss)?;
-        optimizer.step(3e-3, &mut model, gradients)?;
-    }
-    Ok([losses[0], losses[num_steps - 1]])
-}
-// ANCHOR_END: train
-
-// ANCHOR: launch
-fn run() -> Result<Vec<[f64; 2]>, Error> {
-    let config = Config { world_size: 2, ..Config::default() }; // stage 3 is the default
-    launch(&config, |rank| train(&rank, 150))
-}
-// ANCHOR_END: launch
-
-#[test]
-fn the_program_of_the_first_chapter_learns() {
-    for [first, last] in run().unwrap() {
-        assert!(last < 0.2 * first, "{first} to {last}");
-    }
-}
-
-#[test]
-fn the_unit_table_of_the_first_chapter_is_current() {
-    let config = Config { world_size: 2, ..Config::default() };
-    let tables = launch(&config, |rank| Ok(rank.shard(Mlp::init(&rank.device()))?.summary())).unwrap();
-    assert_shown("listings/output/start.txt", &tables[0]);
-}
-
-#[test]
-fn the_dependencies_of_the_first_chapter_are_those_of_the_workspace() {
-    let version = |text: &str| {
-        let line = text.lines().find(|line| line.starts_with("burn = ")).unwrap().to_owned();
-        line.split('"').nth(1).unwrap().to_owned()
+/// The text without what follows from samples: they are drawn, so it differs from run to run.
+fn form(text: &str) -> String {
+    let line = |line: &str| match line.split_once("loss ").or_else(|| line.split_once(" is ")) {
+        Some((before, _)) => format!("{before}\n"),
+        None => format!("{line}\n"),
     };
-    let workspace = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml")).unwrap();
-    assert_eq!(version(include_str!("start.toml")), version(&workspace));
+    text.lines().map(line).collect()
+}
+
+#[test]
+fn the_program_of_a_new_project_learns_and_prints_what_its_page_shows() {
+    let output = Command::new(env!("CARGO_BIN_EXE_start")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let losses = losses(&text);
+    assert!(losses.len() == 6 && losses[5] < 0.1 * losses[0], "{losses:?}");
+    let answer: f64 = text.lines().find_map(|line| line.split_once(" is ")?.1.parse().ok()).unwrap();
+    assert!((answer + 0.3).abs() < 0.1, "{text}");
+    let stored = concat!(env!("CARGO_MANIFEST_DIR"), "/listings/output/start.txt");
+    let shown = std::fs::read_to_string(stored).unwrap_or_default();
+    if form(&shown) != form(&text) {
+        assert_shown("listings/output/start.txt", &text);
+    }
+}
+
+/// What `cargo add` is told to add.
+fn added(page: &str) -> Vec<&str> {
+    page.lines().filter_map(|line| line.strip_prefix("cargo add ")).collect()
+}
+
+#[test]
+fn a_new_project_depends_on_the_burn_of_the_workspace() {
+    let workspace = include_str!("../../Cargo.toml");
+    let line = workspace.lines().find(|line| line.starts_with("burn = ")).unwrap();
+    let (version, features) = (line.split('"').nth(1).unwrap(), line.split_once("features = ").unwrap().1);
+    let page = include_str!("../src/start.md");
+    let burn = added(page).into_iter().find(|what| what.starts_with("burn@")).unwrap();
+    let words: Vec<&str> = burn.split_whitespace().collect();
+    assert_eq!(words[0], format!("burn@{version}"));
+    assert_eq!(words[1..3], ["--no-default-features", "--features"]);
+    for feature in words[3].split(',') {
+        assert!(features.contains(&format!("\"{feature}\"")), "the workspace has no feature `{feature}` of Burn");
+    }
 }

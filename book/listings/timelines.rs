@@ -3,6 +3,7 @@
 use fsdp_core::{Action, PrefetchDepth, Schedule, Stage, UnitTiers, UnitTraits};
 
 use crate::figures::{assert_figure, numbers, printed};
+use crate::output::assert_shown;
 use crate::svg::{Anchor, Svg};
 
 const NUM_UNITS: usize = 4;
@@ -110,6 +111,74 @@ fn the_figure_of_what_gathers_when_is_what_the_schedule_says() {
     assert_figure("units", svg);
 }
 
+/// What one rank of four holds while each unit computes, in units' parameters: parameters, optimizer state, gathered units,
+/// gradients.
+fn held_over_a_step(stage: Stage) -> Vec<(String, [f64; 4])> {
+    const NUM_RANKS: f64 = 4.0;
+    let depth = PrefetchDepth { forward: 1, backward: 1, max_bytes: None };
+    let gathered_on_use = stage == Stage::Parameters;
+    let mut schedule = Schedule::new(stage, &[UnitTraits { gathered_on_use, ..UNIT }; NUM_UNITS], depth);
+    step(&mut schedule);
+    step(&mut schedule);
+    let part = if gathered_on_use { NUM_RANKS } else { 1.0 };
+    let [parameters, state] = [1.0, 2.0].map(|each| each * NUM_UNITS as f64 / part);
+    let mut gathered = [gathered_on_use, gathered_on_use, false, false];
+    let mut gradients = [0.0_f64; NUM_UNITS];
+    let mut columns = Vec::new();
+    for Event { name, unit, actions } in step(&mut schedule) {
+        for action in actions {
+            match action {
+                Action::Gather(unit) => gathered[unit] = true,
+                Action::Free(unit) => gathered[unit] = false,
+                // Where nothing is cut, the sum is as large as what was added up.
+                Action::WaitReduce(unit) => gradients[unit] = 1.0 / part,
+                _ => {}
+            }
+        }
+        if let (true, Some(unit)) = (name.starts_with('B'), unit) {
+            gradients[unit] = 1.0;
+        }
+        if name.starts_with(['F', 'B']) {
+            let num_gathered = gathered.iter().filter(|&&is_gathered| is_gathered).count() as f64;
+            columns.push((name, [parameters, state, num_gathered, gradients.iter().sum()]));
+        }
+    }
+    columns
+}
+
+#[test]
+fn the_figure_of_what_is_held_over_a_step_is_what_the_schedule_says() {
+    let panels = [("stage 0", Stage::Ddp), ("stage 3", Stage::Parameters)];
+    let kinds = [
+        ("fig-parameters", "parameters"),
+        ("fig-optimizer", "optimizer state"),
+        ("fig-gathered", "gathered units"),
+        ("fig-gradients", "gradients"),
+    ];
+    let mut svg = Svg::new(640.0, 290.0, "What a rank of four holds over a step, at stages 0 and 3");
+    let bottom = 230.0;
+    for (panel, (title, stage)) in panels.into_iter().enumerate() {
+        let left = 20.0 + 310.0 * panel as f64;
+        svg.text([left + 144.0, 20.0], Anchor::Middle, "fig-label", title);
+        let columns = held_over_a_step(stage);
+        assert_eq!(columns.len(), 2 * NUM_UNITS);
+        for (index, (name, held)) in columns.iter().enumerate() {
+            let x = left + 36.0 * index as f64;
+            let mut y = bottom;
+            for ((class, kind), amount) in kinds.iter().zip(held) {
+                let height = 12.0 * amount;
+                if height > 0.0 {
+                    y -= height;
+                    svg.rect([x, y], [32.0, height], class, &format!("{kind}: {amount:.2} units' parameters"));
+                }
+            }
+            svg.text([x + 16.0, bottom + 16.0], Anchor::Middle, "fig-small", name);
+        }
+    }
+    svg.legend([20.0, 280.0], &kinds);
+    assert_shown("listings/output/guides/held.svg", &svg.finish());
+}
+
 #[test]
 fn the_figure_of_offloaded_state_is_what_the_schedule_says() {
     let mut schedule = Schedule::new(Stage::Parameters, &[UNIT; NUM_UNITS], PrefetchDepth::default());
@@ -153,8 +222,14 @@ fn the_figure_of_offloaded_state_is_what_the_schedule_says() {
     assert_figure("offload", svg);
 }
 
-/// Panels of four ranks by four blocks; `filled` says how many contributions a block has, and whether it has just come.
-fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usize, bool)) {
+/// Panels of four ranks by four blocks; `filled` says how many contributions a block has, and whether it has just come;
+/// `named` what is written into one with so many.
+fn panels(
+    svg: &mut Svg,
+    top: f64,
+    filled: impl Fn(usize, usize, usize) -> (usize, bool),
+    named: fn(usize, usize) -> String,
+) {
     for panel in 0..4 {
         let left = 60.0 + 150.0 * panel as f64;
         let name = if panel == 0 { "at first".to_owned() } else { format!("after message {panel}") };
@@ -170,7 +245,7 @@ fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usiz
                 };
                 svg.rect(at, [25.0, 25.0], class, "");
                 if num > 0 {
-                    svg.text([at[0] + 12.5, at[1] + 17.0], Anchor::Middle, "fig-inside", &num.to_string());
+                    svg.text([at[0] + 12.5, at[1] + 17.0], Anchor::Middle, "fig-inside", &named(block, num));
                 }
             }
         }
@@ -184,10 +259,11 @@ fn panels(svg: &mut Svg, top: f64, filled: impl Fn(usize, usize, usize) -> (usiz
 fn the_figures_of_rings_are_what_rings_do() {
     // In message m, rank r sends block r - m + 1 to its neighbour, which keeps it.
     let mut svg = Svg::new(640.0, 150.0, "A ring all-gather of four blocks in three messages");
-    panels(&mut svg, 30.0, |panel, rank, block| {
+    let filled = |panel: usize, rank: usize, block: usize| {
         let arrival = (rank + 4 - block) % 4; // the message in which the block comes
         (usize::from(arrival <= panel), panel > 0 && arrival == panel)
-    });
+    };
+    panels(&mut svg, 30.0, filled, |block, _| ["a", "b", "c", "d"][block].to_owned());
     assert_figure("ring-gather", svg);
 
     // In message m, rank r sends what it has of block r - m to its neighbour, which adds it to its own.
@@ -215,7 +291,8 @@ fn the_figures_of_rings_are_what_rings_do() {
     for (rank, blocks) in sums[3].iter().enumerate() {
         assert_eq!(blocks[rank], 4, "each rank ends with the sum of its own block");
     }
-    panels(&mut svg, 30.0, |panel, rank, block| (sums[panel][rank][block], news[panel][rank][block]));
+    let filled = |panel: usize, rank: usize, block: usize| (sums[panel][rank][block], news[panel][rank][block]);
+    panels(&mut svg, 30.0, filled, |_, num| num.to_string());
     assert_figure("ring-reduce", svg);
 }
 

@@ -1,12 +1,13 @@
 //! What can go wrong in a sharded run, with the place and the remedy.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use fsdp_core::checkpoint::CheckpointError;
 use fsdp_core::{CommError, ConfigError, LauncherError, PlanError, RendezvousError, TierError};
 
-/// An error of a sharded run.
-#[derive(Debug, thiserror::Error)]
+/// An error of a sharded run. `{:?}` writes its message too, since that is how a `main` that returns it prints it.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The configuration.
@@ -125,6 +126,12 @@ pub enum Error {
     Program(Box<dyn std::error::Error + Send + Sync>),
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 // Boxed, so that a `Result` of this error stays small in every closure of the user's.
 impl From<ConfigError> for Error {
     fn from(error: ConfigError) -> Self {
@@ -189,5 +196,16 @@ impl Error {
     /// An input or output error, with the file it happened on.
     pub fn io(what: &str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Error::Io { what: format!("{what} {}", path.into().display()), source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_main_that_returns_an_error_prints_its_message() {
+        let error = Error::RankFailed { rank: 1, source: Box::new(Error::program("the data set is empty")) };
+        assert_eq!(format!("Error: {error:?}"), "Error: rank 1: the data set is empty");
     }
 }

@@ -89,7 +89,7 @@ use proc_macro::TokenStream;
 /// | attribute | meaning | cost |
 /// |---|---|---|
 /// | `#[shard(replicate)]` | Every rank holds the parameters whole, with their gradients and optimizer state, and gradients are all-reduced. For small tensors that are used all the time. | The full size on every rank; 2(N−1)/N of the elements sent a step, and no gather to wait for. |
-/// | `#[shard(spec("shard", _))]` | The mesh axis over which each dimension of the tensor is cut; `_` for a dimension that is not. One entry per dimension. Without a spec, dimension 0 is cut over the shard axis. | 1/n of the parameter per rank, where n is the product of the named axes' sizes. |
+/// | `#[shard(spec("shard", _))]` | The mesh axis over which each dimension of the tensor is cut; `_` for a dimension that is not. At most one entry for each dimension; what is left out is not cut. Without a spec, dimension 0 is cut. | None of its own: each rank holds 1/N of the parameter, as without it, and less or nothing where the dimension is too short for N blocks. |
 ///
 /// ```
 /// # #[path = "../tests/fsdp/mod.rs"]

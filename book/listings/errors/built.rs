@@ -1,12 +1,10 @@
-//! Error messages that take long to provoke, or another machine: built from their fields.
+//! Error messages of ranks and of collectives that take long to provoke: built from their fields.
 
 use std::io::{Error as IoError, ErrorKind};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use fsdp_burn::Error;
-use fsdp_core::checkpoint::{CheckpointError, Comparison, ExpectedTensor, Rejected};
-use fsdp_core::{AbortCause, CommError, Issued, Mesh, OpKind, OpTag, Phase, TierError};
+use fsdp_core::{AbortCause, CommError, Issued, OpKind, OpTag, Phase};
 
 use super::Example;
 
@@ -22,11 +20,14 @@ fn ranks() -> Vec<Example> {
     let panicked = "index out of bounds".to_owned();
     let stuck = Error::RankStuck { rank: 2, waited_s: 300.0, cause: format!("rank 1 panicked: {panicked}") };
     let source = Box::new(Error::program("the data set is empty"));
+    let io = Error::io("cannot create", "runs/gpt", IoError::from(ErrorKind::PermissionDenied));
     vec![
         of("Error::NonFinite", Error::NonFinite { step: 12, norm: f64::INFINITY }),
         of("Error::RankPanicked", Error::RankPanicked { rank: 1, message: panicked }),
         of("Error::RankFailed", Error::RankFailed { rank: 1, source }),
         of("Error::RankStuck", stuck),
+        of("Error::Io", io),
+        of("Error::Program", Error::program("the data set is empty")),
     ]
 }
 
@@ -47,74 +48,37 @@ fn collectives() -> Vec<Example> {
     };
     let cause = AbortCause::RankPanicked { rank: 1, message: "index out of bounds".into() };
     let failed = AbortCause::RankFailed { rank: 1, message: "the data set is empty".into() };
+    let missed = Some(Box::new(issued(0, "blocks.3")));
+    let lost =
+        AbortCause::RankLost { rank: 2, how: "its process has ended, or its connection was closed".into(), missed };
+    let layout = CommError::Layout { rank: 1, tag: tag("head"), part: 0, num_shards: 2, world_size: 4 };
+    let size = CommError::BufferSize { rank: 1, tag: tag("head"), part: 0, expected_bytes: 4096, got_bytes: 2048 };
+    let root =
+        CommError::Root { rank: 1, tag: tag("head"), root: 0, problem: "a rank that is not the root passed data" };
+    let group = CommError::Group { rank: 1, ranks: vec![0, 1, 1], problem: "it lists a rank twice" };
+    let job = CommError::JobPanicked { rank: 1, stream: "reduce".into(), message: "index out of bounds".into() };
+    let message = IoError::from(ErrorKind::WouldBlock).to_string();
+    let stream = CommError::Stream { rank: 1, stream: "reduce".into(), message };
+    let engine = CommError::Engine { rank: 1, tag: tag("head"), message: "MPI: the message was truncated".into() };
     vec![
-        of("CommError::Timeout", timeout),
+        of("CommError::Timeout", timeout.clone()),
         of("CommError::Left", left),
         of("CommError::Mismatch", mismatch),
         of("CommError::Aborted", CommError::Aborted { rank: 0, cause: cause.clone() }),
         of("AbortCause::RankPanicked", cause),
         of("AbortCause::RankFailed", failed),
-    ]
-}
-
-fn checkpoints() -> Vec<Example> {
-    let step = || PathBuf::from("runs/gpt/step-100");
-    let io = |kind: ErrorKind| CheckpointError::Io { action: "create", path: step(), source: IoError::from(kind) };
-    let full = Example::new("CheckpointError::Io", "A full disk", io(ErrorKind::StorageFull).to_string());
-    let refused = Example::new("CheckpointError::Io", "No permission", io(ErrorKind::PermissionDenied).to_string());
-    let space =
-        CheckpointError::NoSpace { path: "runs/gpt".into(), needed_bytes: 84_000_000_000, free_bytes: 20_000_000_000 };
-    let file = || step().join("rank-0.safetensors");
-    let expected = ExpectedTensor { name: "head.weight".into(), shape: vec![512, 2048], dtype: None };
-    let comparison = Comparison {
-        path: step(),
-        matching: vec!["tokens.weight".into()],
-        missing: vec![expected],
-        extra: vec!["output.weight".into()],
-        wrong: Vec::new(),
-    };
-    let rejected = vec![Rejected { dir: step(), reason: "manifest.json is missing".into() }];
-    let shape =
-        CheckpointError::Shape { tensor: "head.weight".into(), stored: vec![512, 2048], asked: vec![512, 4096] };
-    vec![
-        full,
-        refused,
-        of("CheckpointError::NoSpace", space),
-        of("CheckpointError::NoManifest", CheckpointError::NoManifest { dir: "runs/gpt".into() }),
-        of("CheckpointError::MissingFile", CheckpointError::MissingFile { file: file() }),
-        of("CheckpointError::FileSize", CheckpointError::FileSize { file: file(), expected: 84_213_760, got: 4096 }),
-        of("CheckpointError::NothingGood", CheckpointError::NothingGood { root: "runs/gpt".into(), rejected }),
-        of("CheckpointError::Shape", shape),
-        of("CheckpointError::Mismatch", CheckpointError::Mismatch(Box::new(comparison))),
-        of("CheckpointError::OutputExists", CheckpointError::OutputExists { path: "gpt.safetensors".into() }),
-        of("CheckpointError::MeshSize", CheckpointError::MeshSize { mesh: Mesh::one_dim(8), world_size: 4 }),
-    ]
-}
-
-fn tiers() -> Vec<Example> {
-    let path = || PathBuf::from("/nvme/run1/rank-0.tier");
-    let source = IoError::from(ErrorKind::PermissionDenied);
-    let buffers = TierError::Buffers { buffer_bytes: 1 << 20, block_bytes: 1 << 20, needed_bytes: 2 << 20 };
-    let full = TierError::Full { path: path(), offset: 1 << 30, bytes: 512 << 20, free_bytes: 100 << 20 };
-    let limited = TierError::Limited {
-        path: path(),
-        offset: 1 << 30,
-        bytes: 512 << 20,
-        source: IoError::from(ErrorKind::FileTooLarge),
-    };
-    let timed_out = TierError::TimedOut { action: "read", path: path(), offset: 1 << 30, waited_s: 300.0 };
-    let cut = TierError::ShortRead { path: path(), offset: 1 << 30, bytes: 1 << 20, missing_bytes: 4096 };
-    vec![
-        of("TierError::Unusable", TierError::Unusable { action: "create", path: path(), source }),
-        of("TierError::InUse", TierError::InUse { path: path() }),
-        of("TierError::Buffers", buffers),
-        of("TierError::Full", full),
-        of("TierError::Limited", limited),
-        of("TierError::TimedOut", timed_out),
-        of("TierError::ShortRead", cut),
+        of("AbortCause::RankLost", lost),
+        of("AbortCause::Collective", AbortCause::Collective(Box::new(timeout))),
+        of("CommError::Layout", layout),
+        of("CommError::BufferSize", size),
+        of("CommError::Root", root),
+        of("CommError::Group", group),
+        of("CommError::JobPanicked", job),
+        of("CommError::Stream", stream),
+        of("CommError::Engine", engine),
     ]
 }
 
 pub(super) fn examples() -> Vec<Example> {
-    [ranks(), collectives(), checkpoints(), tiers()].concat()
+    [ranks(), collectives()].concat()
 }

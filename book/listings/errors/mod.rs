@@ -1,7 +1,9 @@
-//! The page of error messages: every variant of every error enum, read from the source, with a message that was provoked,
-//! or built, where there is one.
+//! The page of error messages: every variant of every error enum, read from the source, with a message that was provoked or
+//! built. A variant without one fails the test.
 
 mod built;
+mod files;
+mod launched;
 mod provoked;
 mod source;
 
@@ -117,17 +119,11 @@ fn without_links(text: &str) -> String {
 
 fn section(title: &str, name: &str, about: &str, source: &str, examples: &[Example]) -> String {
     let mut text = format!("\n## {title}: `{name}`\n\n{about}\n");
-    for variant in source::variants(source, name) {
+    for variant in source::variants(source, name).into_iter().filter(|variant| !variant.is_transparent) {
         let of = format!("{name}::{}", variant.name);
-        let shown: Vec<_> = examples.iter().filter(|example| example.variant == of).collect();
-        // What passes on another error has that one's words.
-        let Some(template) = variant.message.filter(|_| !shown.is_empty() || source.contains("#[error(")) else {
-            continue;
-        };
+        let mut shown = examples.iter().filter(|example| example.variant == of).peekable();
+        assert!(shown.peek().is_some(), "there is no message of `{of}`; provoke it, or build it, beside this file");
         text += &format!("\n### `{of}`\n\n{}\n", without_links(&variant.meaning));
-        if shown.is_empty() && !["", "<0>"].contains(&template.as_str()) {
-            text += &format!("\n```text\n{}\n```\n", wrapped(&template));
-        }
         for Example { label, message, .. } in shown {
             let label = if label.is_empty() { String::new() } else { format!("\n{label}:\n") };
             text += &format!("{label}\n```text\n{}\n```\n", wrapped(message));
@@ -164,8 +160,8 @@ const INTRO: &str = "\
 <!-- Written from the error enums by `UPDATE_BOOK=1 cargo book-test`; do not edit. -->
 
 Errors are enums with fields, and their messages name the place and the remedy: what to do stands after the semicolon, or in
-the sentence that follows. Here are all of them, as they are printed, with lines broken to fit the page. Tests have provoked them or
-built them from their fields; where a message has names in angle brackets, it is the template, and they are filled in.
+the sentence that follows. Here are all of them, as they are printed, with lines broken to fit the page. Tests have provoked
+them, or built them from their fields, so names and numbers are those of an example.
 
 An error that `launch` returns begins with the rank that failed first, as in `rank 1: the data set is empty`. That is where to
 look: what other ranks report is a consequence. Mistakes in `#[shard(...)]` are compiler errors at the word that is wrong; they
@@ -175,7 +171,7 @@ are listed with [the attributes](attributes.md#what-is-refused).
 #[test]
 fn the_page_of_error_messages_is_current() {
     let sources = sources();
-    let examples = [provoked::examples(), built::examples()].concat();
+    let examples = [launched::examples(), provoked::examples(), built::examples(), files::examples()].concat();
     let defines = |name: &str| {
         let head = format!("\npub enum {name} {{\n");
         sources.values().find(|text| text.contains(&head)).unwrap_or_else(|| panic!("there is no enum {name}"))

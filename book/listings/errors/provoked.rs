@@ -5,7 +5,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{Config, Error, FieldRule, Rank, Sharded, Stage, WrapPolicy, launch};
-use fsdp_core::{Mesh, ParamSpec, Plan};
+use fsdp_core::{Axis, Mesh, MeshError, ParamSpec, PartitionSpec, Plan};
 
 use super::Example;
 
@@ -68,6 +68,10 @@ fn spec(rule: FieldRule, shape: &[usize]) -> String {
     Plan::new(&policy, &[param], &Mesh::one_dim(4), Stage::Parameters).unwrap_err().to_string()
 }
 
+fn mesh(axes: &[(Axis, usize)]) -> String {
+    Mesh::new(axes.iter().copied()).unwrap_err().to_string()
+}
+
 fn planned(policy: WrapPolicy, params: &[(&str, usize)]) -> Result<Plan, fsdp_core::PlanError> {
     let spec = |&(path, len): &(&str, usize)| ParamSpec {
         path: path.split('.').map(str::to_owned).collect(),
@@ -107,6 +111,16 @@ fn configuration() -> Vec<Example> {
     ]
 }
 
+fn meshes() -> Vec<Example> {
+    vec![
+        Example::new("MeshError::Empty", "", mesh(&[])),
+        Example::new("MeshError::ZeroSize", "", mesh(&[(Axis::Shard, 0)])),
+        Example::new("MeshError::RepeatedAxis", "", mesh(&[(Axis::Shard, 2), (Axis::Shard, 2)])),
+        Example::new("MeshError::TooLarge", "", mesh(&[(Axis::Replicate, usize::MAX), (Axis::Shard, 2)])),
+        Example::new("MeshError::UnknownAxis", "", MeshError::UnknownAxis { name: "fsdp".into() }.to_string()),
+    ]
+}
+
 fn shards() -> Vec<Example> {
     let tied = on_two_ranks(|rank, device| {
         let table = Param::from_tensor(Tensor::<2>::ones([4, 4], device));
@@ -119,6 +133,11 @@ fn shards() -> Vec<Example> {
         Example::new("SpecError::TooLong", "", spec(FieldRule::unit().spec([None, Some("shard")]), &[10])),
         Example::new("SpecError::UnknownAxis", "", spec(FieldRule::unit().spec([Some("tensor")]), &[10, 4])),
         Example::new("SpecError::ReplicateAxis", "", spec(FieldRule::unit().spec([Some("replicate")]), &[10, 4])),
+        Example::new("SpecError::RepeatedAxis", "", {
+            let axes = [Some("shard"), Some("shard")];
+            PartitionSpec::parse(axes).resolve("head.weight", &[10, 4], &Mesh::one_dim(4)).unwrap_err().to_string()
+        }),
+        Example::new("SpecError::NothingCut", "", spec(FieldRule::unit().spec([None, None]), &[10, 4])),
         Example::new("PlanError::Tied", "", tied),
         Example::new("PlanError::NoParameters", "", {
             let ignored = WrapPolicy::new().field("head", FieldRule::ignore());
@@ -176,5 +195,5 @@ fn training() -> Vec<Example> {
 }
 
 pub(super) fn examples() -> Vec<Example> {
-    [configuration(), shards(), warnings(), training()].concat()
+    [configuration(), meshes(), shards(), warnings(), training()].concat()
 }

@@ -6,8 +6,8 @@ pub(super) struct Variant {
     pub(super) name: String,
     /// Its documentation.
     pub(super) meaning: String,
-    /// Its message, with the fields' names in angle brackets; `None` where the variant only passes on another error.
-    pub(super) message: Option<String>,
+    /// It only passes on another error, which is listed with its own enum.
+    pub(super) is_transparent: bool,
 }
 
 /// The variants of `pub enum name` in `source`, which is formatted by rustfmt.
@@ -26,53 +26,14 @@ pub(super) fn variants(source: &str, name: &str) -> Vec<Variant> {
             in_attribute = !text.ends_with(")]");
         } else if text.starts_with(|c: char| c.is_ascii_uppercase()) {
             let name = text.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned();
-            let message = (!attribute.contains("error(transparent)")).then(|| template(&attribute));
-            found.push(Variant { name, meaning: meaning.join(" "), message });
+            let is_transparent = attribute.contains("error(transparent)");
+            found.push(Variant { name, meaning: meaning.join(" "), is_transparent });
             meaning.clear();
             attribute.clear();
         }
     }
     assert!(!found.is_empty(), "`{head}` is not found any more");
     found
-}
-
-/// The text of `#[error("...", arguments)]`, with what is filled in named.
-fn template(attribute: &str) -> String {
-    let Some((text, rest)) = literal(attribute) else { return String::new() };
-    let mut arguments = arguments(rest.trim_start_matches(',').trim().trim_end_matches(")]")).into_iter();
-    let mut shown = String::new();
-    let mut left = text.as_str();
-    while let Some(at) = left.find(['{', '}']) {
-        shown += &left[..at];
-        if left[at..].starts_with("{{") || left[at..].starts_with("}}") {
-            shown += &left[at..=at];
-            left = &left[at + 2..];
-            continue;
-        }
-        let len = left[at..].find('}').unwrap();
-        let name = left[at + 1..at + len].split(':').next().unwrap_or_default().to_owned();
-        let name = if name.is_empty() { arguments.next().unwrap_or("...".to_owned()) } else { name };
-        shown += &format!("<{name}>");
-        left = &left[at + len + 1..];
-    }
-    shown + left
-}
-
-/// What the arguments of a message are called: `path.display()` is `path`, `human_bytes(*free_bytes)` is `free_bytes`.
-fn arguments(text: &str) -> Vec<String> {
-    let mut depth = 0;
-    let split = |c: char| {
-        depth += i32::from("([{".contains(c)) - i32::from(")]}".contains(c));
-        c == ',' && depth == 0
-    };
-    let name = |argument: &str| {
-        let argument = argument.trim();
-        let is_call = argument.find('(').is_some_and(|open| !argument[..open].contains('.'));
-        let from = if is_call { argument.split_once('(').map_or(argument, |(_, inner)| inner) } else { argument };
-        let from = from.trim_start_matches(|c: char| !c.is_alphabetic());
-        from.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default().to_owned()
-    };
-    text.split(split).filter(|argument| !argument.trim().is_empty()).map(name).collect()
 }
 
 /// The first string literal in `text` as a program sees it, and what follows it.
@@ -114,7 +75,7 @@ pub(super) fn remedies(source: &str) -> Vec<[String; 2]> {
 }
 
 #[test]
-fn messages_are_read_as_a_program_prints_them() {
+fn variants_and_refusals_are_read_as_they_are_written() {
     let source = "\
 pub enum Wrong {
     /// A file
@@ -133,14 +94,13 @@ pub enum Wrong {
     Other(Box<Other>),
 }
 ";
-    let found = variants(source, "Wrong");
-    let missing = Variant {
-        name: "Missing".into(),
-        meaning: "A file is not there.".into(),
-        message: Some("<path>: <bytes> of { all } are <free_bytes>".into()),
+    let variant = |name: &str, meaning: &str, is_transparent| Variant {
+        name: name.into(),
+        meaning: meaning.into(),
+        is_transparent,
     };
-    assert_eq!(found[0], missing);
-    assert_eq!((found[1].name.as_str(), &found[1].message), ("Other", &None));
-    let source = "Err(Error::Misuse { problem: format!(\"{} is {x:?}\", y), remedy: \"leave it\" })";
+    let expected = [variant("Missing", "A file is not there.", false), variant("Other", "Another one.", true)];
+    assert_eq!(variants(source, "Wrong"), expected);
+    let source = "Err(Error::Misuse { problem: format!(\"{} is {x:?}\", y), remedy: \"leave \\\n    it\" })";
     assert_eq!(remedies(source), [["‹...› is ‹x›".to_owned(), "leave it".to_owned()]]);
 }

@@ -83,6 +83,6 @@ pub(crate) fn run() -> Outcome {
         };
         println!("  stage {} on {world_size}: steps {:?}, {how}", stage.number(), resumed.keys().collect::<Vec<_>>());
     }
-    println!("\ncargo run --release -p fsdp-core --bin fsdp -- inspect {}/step-{SAVED_AT}", root.display());
+    println!("\ncargo fsdp inspect {}/step-{SAVED_AT}", root.display());
     Ok(())
 }

@@ -33,7 +33,7 @@ pub enum TierError {
     /// The buffers hold less than two blocks.
     #[error(
         "{buffer_bytes} bytes of buffers for the disk are too few: reading one block of {block_bytes} bytes while another \
-         is written takes {needed_bytes}; set `buffer_bytes` under [offload] to at least that"
+         is written takes {needed_bytes}; set `nvme_buffer_bytes` under [offload] to at least that"
     )]
     Buffers {
         /// What was given.
@@ -44,7 +44,9 @@ pub enum TierError {
         needed_bytes: usize,
     },
     /// A block's size that direct transfers do not accept.
-    #[error("a block of {block_bytes} bytes does not fit the disk: use a multiple of {alignment}, from that on")]
+    #[error(
+        "a block of {block_bytes} bytes does not fit the disk; set `nvme_block_bytes` under [offload] to a multiple of {alignment}"
+    )]
     BlockSize {
         /// What was given.
         block_bytes: usize,

@@ -17,6 +17,27 @@ pub(crate) fn folder() -> PathBuf {
     })
 }
 
+/// All pages of the book, as paths below its folder without `.html`.
+pub(crate) fn pages() -> Vec<String> {
+    let (mut found, mut open) = (Vec::new(), vec![folder()]);
+    while let Some(at) = open.pop() {
+        for entry in std::fs::read_dir(at).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "html") {
+                let name = path.strip_prefix(folder()).unwrap().with_extension("").to_str().unwrap().to_owned();
+                found.push(name);
+            }
+        }
+    }
+    // All of the book at once, the list of pages in a frame, and what a server shows in place of a page.
+    found.retain(|name| !["print", "toc", "404"].contains(&name.as_str()));
+    found.sort();
+    assert!(found.len() > 30, "the pages are not found: {found:?}");
+    found
+}
+
 /// The address of an interactive page.
 pub(crate) fn address(page: &str) -> String {
     let file = folder().join(format!("interactive/{page}.html"));

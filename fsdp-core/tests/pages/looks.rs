@@ -34,7 +34,7 @@ fn decoded(text: &str) -> Vec<u8> {
 }
 
 /// Takes a picture of the whole page.
-fn take_picture(browser: &mut Browser, name: &str) {
+pub(crate) fn take_picture(browser: &mut Browser, name: &str) {
     let size = browser.call("Page.getLayoutMetrics", &json!({}))["cssContentSize"].clone();
     let clip = json!({ "x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1 });
     let picture = browser.call("Page.captureScreenshot", &json!({ "captureBeyondViewport": true, "clip": clip }));
@@ -44,7 +44,7 @@ fn take_picture(browser: &mut Browser, name: &str) {
 }
 
 /// What of a page lies right of its window, and does not scroll in a place of its own.
-const BEYOND: &str = "Array.from(document.querySelectorAll('main *')).filter((of) =>
+pub(crate) const BEYOND: &str = "Array.from(document.querySelectorAll('main *')).filter((of) =>
     !of.closest('.scroll, pre, svg, .table-wrapper') && of.getBoundingClientRect().right > innerWidth + 0.5)
     .map((of) => `${of.localName}.${of.className}`)";
 

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::check::Member;
+use super::super::wire;
 use super::super::{CommError, Issued, OpKind, OpTag, Phase};
 use super::arena::Arena;
 use super::heap::Held;
 use super::network::{Frame, Key, Payload, Receipt};
 use super::table::{Cell, Seat};
-use super::wire;
 use super::world::World;
 
 /// How often a rank that waits looks whether the run has been aborted.

@@ -38,6 +38,23 @@ impl Output {
         Ok(())
     }
 
+    /// Copies the blocks of `rank`, each given element after element, as long runs as there are: so it is the system's copy that
+    /// decides whether they pass the cache by.
+    pub(super) fn copy<'b>(&self, rank: usize, blocks: impl Iterator<Item = &'b [u8]>) {
+        for (((layout, elem_bytes), held), block) in self.tensors.iter().zip(&self.held).zip(blocks) {
+            let mut rest = block;
+            for run in layout.runs(rank) {
+                let (offset, len) = (run.start * elem_bytes, run.len() * elem_bytes);
+                assert!(offset + len <= held.len(), "a run lies in its tensor");
+                // SAFETY: As in `fill`.
+                let target = unsafe { held.arena().bytes_mut(held.offset() + offset, len) };
+                let (block, after) = rest.split_at(len);
+                target.copy_from_slice(block);
+                rest = after;
+            }
+        }
+    }
+
     /// The blocks of some ranks, to be sent or received.
     pub(super) fn payload(&self, ranks: &[usize]) -> Payload {
         let spans = self.tensors.iter().zip(&self.held).flat_map(|((layout, elem_bytes), held)| {

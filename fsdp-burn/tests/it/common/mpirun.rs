@@ -34,7 +34,7 @@ impl Run {
     ) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/hosts");
         let mut command = Command::new("bash");
-        command.arg(script).args([&num_hosts.to_string(), "--"]);
+        command.arg(script).arg(num_hosts.to_string()).arg("--");
         command.args(["sh", "-c", "exec mpirun.openmpi $HOSTS_MPIRUN \"$@\"", "sh", "-n", &world_size.to_string()]);
         for (name, _) in set {
             command.args(["-x", *name]);

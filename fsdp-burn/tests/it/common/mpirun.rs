@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 /// A run. Whatever is left of it ends with it.
 pub(crate) struct Run {
     launcher: Child,
+    /// A variable that no other run's processes have: the daemons of other hosts are no children of the launcher.
+    mark: String,
 }
 
 impl Run {
@@ -48,7 +50,8 @@ impl Run {
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
         let said = fs::File::create(dir.join("said.txt")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-        Self { launcher: command.spawn().unwrap() }
+        let mark = set.iter().map(|(name, value)| format!("{name}={value}")).find(|mark| mark.contains('/'));
+        Self { launcher: command.spawn().unwrap(), mark: mark.unwrap() }
     }
 
     /// Whether all end well, within a limit.
@@ -67,7 +70,8 @@ impl Run {
     pub(crate) fn ranks(&self) -> BTreeMap<usize, u32> {
         let exe = std::env::current_exe().unwrap();
         let is_ours = |pid: &u32| fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|of| of == exe);
-        self.family().into_iter().filter(is_ours).filter_map(|pid| Some((rank_of(pid)?, pid))).collect()
+        let pids = processes().map(|(pid, _)| pid).filter(is_ours);
+        pids.filter_map(|pid| Some((rank_of(pid, &self.mark)?, pid))).collect()
     }
 
     /// Sends a signal, by its name, to a process.
@@ -142,9 +146,10 @@ fn is_named(pid: u32, name: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|of| of.starts_with(name) || of.starts_with("orterun"))
 }
 
-/// What its launcher has told a process.
-fn rank_of(pid: u32) -> Option<usize> {
+/// What its launcher has told a process that has the mark.
+fn rank_of(pid: u32, mark: &str) -> Option<usize> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let mut variables = environment.split(|&byte| byte == 0).filter_map(|variable| std::str::from_utf8(variable).ok());
-    variables.find_map(|variable| variable.strip_prefix("OMPI_COMM_WORLD_RANK="))?.parse().ok()
+    let variables = || environment.split(|&byte| byte == 0).filter_map(|variable| std::str::from_utf8(variable).ok());
+    variables().find(|variable| *variable == mark)?;
+    variables().find_map(|variable| variable.strip_prefix("OMPI_COMM_WORLD_RANK="))?.parse().ok()
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// A run. Whatever is left of it ends with it.
 pub(crate) struct Run {
     launcher: Child,
-    /// A variable that no other run's processes have: the daemons of other hosts are no children of the launcher.
+    /// The first variable that was set, which no other run's processes have: the daemons of other hosts are no children of the launcher.
     mark: String,
 }
 
@@ -50,8 +50,8 @@ impl Run {
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
         let said = fs::File::create(dir.join("said.txt")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-        let mark = set.iter().map(|(name, value)| format!("{name}={value}")).find(|mark| mark.contains('/'));
-        Self { launcher: command.spawn().unwrap(), mark: mark.unwrap() }
+        let (name, value) = &set[0];
+        Self { launcher: command.spawn().unwrap(), mark: format!("{name}={value}") }
     }
 
     /// Whether all end well, within a limit.

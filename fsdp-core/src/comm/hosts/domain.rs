@@ -274,7 +274,8 @@ impl<'a> Wait<'a> {
         world.check_alive()?;
         let (rank, kind, tag) = (world.rank, op.kind, op.tag.clone());
         let waited = self.start.elapsed();
-        if !self.is_told && waited >= LOOK {
+        // Before it sleeps, so that the others can name the operation when they lose this rank, or this one loses them.
+        if !self.is_told {
             self.is_told = true;
             world.control.waiting(Some(Issued { rank, kind, tag: tag.clone(), detail: String::new() }));
         }

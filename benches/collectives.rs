@@ -15,14 +15,13 @@
 //! again, in references too.
 
 use std::hint::black_box;
-use std::path::PathBuf;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::Parser;
-use fsdp_benches::{load_average, median};
+use fsdp_benches::{Sizes, load_average, median};
 use fsdp_core::{
     CommError, Communicator, Dtype, GatherPart, Link, LocalWorld, OpTag, Phase, Reduce, ReducePart, ShardLayout,
 };
@@ -32,35 +31,16 @@ use serde::Serialize;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Operations are repeated back to back until they have moved about this much, so that the clock sees enough.
-const BATCH_BYTES: usize = 64 << 20;
-
-/// Tensors that together are so large are not in a cache when their turn comes again.
-const COLD_BYTES: usize = 256 << 20;
-
 #[derive(Clone, Debug, Parser)]
 struct Args {
     /// Ranks, each a thread.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     ranks: u16,
-    /// Smallest tensor, in KiB.
-    #[arg(long, default_value_t = 1)]
-    min_kib: usize,
-    /// Largest tensor, in KiB. Sizes are powers of four times the smallest.
-    #[arg(long, default_value_t = 256 << 10)]
-    max_kib: usize,
-    /// Measurements of each size, of which the median counts.
-    #[arg(long, default_value_t = 15)]
-    repetitions: usize,
+    #[command(flatten)]
+    sizes: Sizes,
     /// Reads the same tensors again and again, so that small ones stay in a cache.
     #[arg(long)]
     hot: bool,
-    /// Writes all results to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
-    /// Set by cargo.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 /// What is timed.
@@ -114,14 +94,13 @@ struct Row {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args = Args::parse();
     let ranks = usize::from(args.ranks);
-    let sizes = std::iter::successors(Some(args.min_kib.max(1)), |kib| kib.checked_mul(4));
-    println!("{ranks} ranks, medians of {}, load average {}", args.repetitions, load_average());
+    println!("{ranks} ranks, medians of {}, load average {}", args.sizes.repetitions, load_average());
     println!(
         "{:>15} {:>11} {:>11} {:>9} {:>10} {:>10} {:>9}",
         "", "tensor KiB", "µs", "GB/s", "copy GB/s", "of copy", "of traffic"
     );
     let mut rows = Vec::new();
-    for kib in sizes.take_while(|&kib| kib <= args.max_kib) {
+    for kib in args.sizes.kib() {
         for row in measure(&args, kib << 10)? {
             let rate = |seconds: f64| row.moved_bytes as f64 / seconds / 1e9;
             println!(
@@ -147,18 +126,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             links.insert(work.name().to_owned(), link);
         }
     }
-    if let Some(file) = &args.json {
-        let all = serde_json::json!({ "ranks": ranks, "rows": rows, "fits": links });
-        std::fs::write(file, serde_json::to_string_pretty(&all)?)?;
-    }
+    args.sizes.write(&serde_json::json!({ "ranks": ranks, "rows": rows, "fits": links }))?;
     Ok(())
 }
 
 /// All collectives on a tensor of `tensor_bytes`, each beside its copy. All kinds of work take turns, so that whatever
 /// else the machine does slows all of them alike.
 fn measure(args: &Args, tensor_bytes: usize) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
-    let (ranks, repetitions) = (usize::from(args.ranks), args.repetitions);
-    let num_tensors = if args.hot { 1 } else { (COLD_BYTES / tensor_bytes).max(1) };
+    let (ranks, repetitions) = (usize::from(args.ranks), args.sizes.repetitions);
+    let num_tensors = if args.hot { 1 } else { Sizes::num_cold(tensor_bytes) };
     let together = Arc::new(Barrier::new(ranks));
     let world = LocalWorld::connect(ranks, Duration::from_secs(60));
     let spawn = |comm: Arc<dyn Communicator>| {
@@ -179,7 +155,7 @@ fn measure(args: &Args, tensor_bytes: usize) -> Result<Vec<Row>, Box<dyn std::er
             let end = spans.map(|(_, end)| end).max();
             start.zip(end).map_or(f64::NAN, |(start, end)| (end - start).as_secs_f64())
         };
-        median(&(0..repetitions).map(of_repetition).collect::<Vec<_>>()) / num_batched(tensor_bytes) as f64
+        median(&(0..repetitions).map(of_repetition).collect::<Vec<_>>()) / Sizes::num_batched(tensor_bytes, 512) as f64
     };
     let row = |work: Work| {
         let (seconds, copy_seconds) = (seconds(work), seconds(work.reference()));
@@ -191,11 +167,6 @@ fn measure(args: &Args, tensor_bytes: usize) -> Result<Vec<Row>, Box<dyn std::er
         Row { work, tensor_bytes, moved_bytes, seconds, copy_seconds, ratio, traffic_ratio }
     };
     Ok(Work::COLLECTIVES.map(row).into())
-}
-
-/// How many operations are timed together.
-fn num_batched(tensor_bytes: usize) -> usize {
-    (BATCH_BYTES / tensor_bytes).clamp(1, 512)
 }
 
 /// One rank with its data: as many tensors as take turns, side by side.
@@ -242,7 +213,7 @@ impl RankWork {
             for (work, span) in Work::ALL.into_iter().zip(&mut of_repetition) {
                 together.wait();
                 let start = Instant::now();
-                for _ in 0..num_batched(self.tensor_bytes) {
+                for _ in 0..Sizes::num_batched(self.tensor_bytes, 512) {
                     self.once(work)?;
                 }
                 *span = (start, Instant::now());

@@ -4,17 +4,19 @@
 //!
 //! The same ranks gather and reduce the same tensors of float32 by turns: with `MPI_Allgather` and with ours, with
 //! `MPI_Reduce_scatter_block` and with ours. What is read takes turns through so many tensors that a cache does not hold
-//! them, as in a training step; what is written goes to a buffer that is used again. A time is that of the slowest rank, and
-//! the median of all repetitions counts. Bandwidth is the size of the whole tensor by that time.
+//! them, as in a training step; what is written goes to a buffer that is used again. The library writes the gathered tensor
+//! once per rank; ours is one buffer of the host, which all ranks may read. Before the clock starts, both must give the same
+//! bytes. A time is that of the slowest rank, and the median of all repetitions counts. Bandwidth is the size of the whole
+//! tensor by that time.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::Mutex;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::Parser;
-use fsdp_benches::{load_average, median};
+use fsdp_benches::{Sizes, load_average, median};
 use fsdp_core::{
     CommError, Communicator, Dtype, GatherPart, Mpi, MpiWorld, OpTag, Phase, Reduce, ReducePart, ShardLayout,
 };
@@ -26,34 +28,16 @@ use serde::Serialize;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Operations are repeated back to back until they have moved about this much, so that the clock sees enough.
-const BATCH_BYTES: usize = 64 << 20;
-
-/// Tensors that together are so large are not in a cache when their turn comes again.
-const COLD_BYTES: usize = 256 << 20;
-
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Debug, Parser)]
+#[command(mut_arg("min_kib", |arg| arg.default_value("1024")), mut_arg("max_kib", |arg| arg.default_value("65536")))]
 struct Args {
-    /// Smallest tensor, in KiB.
-    #[arg(long, default_value_t = 1 << 10)]
-    min_kib: usize,
-    /// Largest tensor, in KiB. Sizes are powers of four times the smallest.
-    #[arg(long, default_value_t = 64 << 10)]
-    max_kib: usize,
-    /// Measurements of each size, of which the median counts.
-    #[arg(long, default_value_t = 9)]
-    repetitions: usize,
+    #[command(flatten)]
+    sizes: Sizes,
     /// Fails if a collective of ours is not so many times as fast as the library's.
     #[arg(long)]
     at_least: Option<f64>,
-    /// Writes all results to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
-    /// Set by cargo.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 /// What is timed.
@@ -94,6 +78,7 @@ struct Row {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args = Args::parse();
+    keep_freed_memory()?;
     let mpi = Mpi::start()?;
     let control = MpiWorld::control(TIMEOUT)?;
     let comm = MpiWorld::connect(control.clone(), TIMEOUT)?;
@@ -101,12 +86,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let library = mpi.call(mpi::environment::library_version).and_then(Result::ok).unwrap_or_default();
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
     if rank == 0 {
-        println!("{world_size} ranks, {library}, medians of {}, load average {}", args.repetitions, load_average());
+        println!(
+            "{world_size} ranks, {library}, medians of {}, load average {}",
+            args.sizes.repetitions,
+            load_average()
+        );
         println!("{:>25} {:>11} {:>11} {:>9} {:>12} {:>7}", "", "tensor KiB", "µs", "GB/s", "library GB/s", "ratio");
     }
     let mut rows = Vec::new();
-    let sizes = std::iter::successors(Some(args.min_kib.max(1)), |kib| kib.checked_mul(4));
-    for kib in sizes.take_while(|&kib| kib <= args.max_kib) {
+    for kib in args.sizes.kib() {
         for row in measure(&args, &mpi, &comm, kib << 10)? {
             let rate = |seconds: f64| row.tensor_bytes as f64 / seconds / 1e9;
             if rank == 0 {
@@ -124,15 +112,25 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     comm.leave();
     control.finish()?;
-    if let Some(file) = args.json.as_ref().filter(|_| rank == 0) {
-        let all = serde_json::json!({ "ranks": world_size, "library": library, "rows": rows });
-        std::fs::write(file, serde_json::to_string_pretty(&all)?)?;
+    if rank == 0 {
+        args.sizes.write(&serde_json::json!({ "ranks": world_size, "library": library, "rows": rows }))?;
     }
     let slowest = rows.iter().map(|row| row.ratio).fold(f64::INFINITY, f64::min);
     match args.at_least {
         Some(least) if slowest < least => Err(format!("{slowest:.2} times as fast, less than {least}").into()),
         _ => Ok(()),
     }
+}
+
+/// Starts this program again with an allocator that keeps what is freed, as cargo starts it: results of reductions are new
+/// memory each time, and `mpirun` hands over no more of the surroundings than it is told to.
+fn keep_freed_memory() -> std::io::Result<()> {
+    const VARIABLE: &str = "MIMALLOC_PURGE_DELAY";
+    if std::env::var_os(VARIABLE).is_some() {
+        return Ok(());
+    }
+    let mut again = Command::new(std::env::current_exe()?);
+    Err(again.args(std::env::args_os().skip(1)).env(VARIABLE, "-1").exec())
 }
 
 /// All kinds of work take turns, so that whatever else the machine does slows all of them alike.
@@ -143,10 +141,11 @@ fn measure(
     tensor_bytes: usize,
 ) -> Result<Vec<Row>, Box<dyn std::error::Error>> {
     let mut work = RankWork::new(mpi.clone(), comm.clone(), tensor_bytes);
-    let batch = (BATCH_BYTES / tensor_bytes).clamp(1, 64);
+    work.check()?;
+    let batch = Sizes::num_batched(tensor_bytes, 64);
     let mut seconds: Vec<[f64; 4]> = Vec::new();
     // The first round is not counted.
-    for repetition in 0..=args.repetitions {
+    for repetition in 0..=args.sizes.repetitions {
         let mut of_repetition = [0.0; 4];
         for (kind, seconds) in Work::ALL.into_iter().zip(&mut of_repetition) {
             comm.barrier(&tag())?;
@@ -201,16 +200,17 @@ struct RankWork {
 
 impl RankWork {
     fn new(mpi: Arc<Mpi>, comm: Arc<dyn Communicator>, tensor_bytes: usize) -> Self {
-        let num_tensors = (COLD_BYTES / tensor_bytes).max(1);
+        let num_tensors = Sizes::num_cold(tensor_bytes);
         let world_size = comm.world_size();
         // The library's collectives want equal blocks.
         let len = tensor_bytes / 4 / world_size * world_size;
+        // Small whole numbers, other ones on each rank: their sums are exact in any order.
+        let values: Vec<f32> = (0..num_tensors * len).map(|index| (index % 1021 + 7 * comm.rank()) as f32).collect();
         Self {
             mpi,
             layout: ShardLayout::new(&[len], 0, world_size),
-            // Ones everywhere: a page of zeros that was never written would be shared by all of its readers.
-            tensors: Bytes::from(1.0_f32.to_ne_bytes().repeat(num_tensors * len)),
-            values: Arc::new(vec![1.0; num_tensors * len]),
+            tensors: values.iter().flat_map(|value| value.to_ne_bytes()).collect(),
+            values: Arc::new(values),
             target: Arc::new(Mutex::new(vec![2.0; len])),
             next: 0,
             num_tensors,
@@ -229,14 +229,16 @@ impl RankWork {
     fn run(&mut self, work: Work, times: usize) -> Result<(), Box<dyn std::error::Error>> {
         let starts: Vec<usize> = (0..times).map(|_| self.turn()).collect();
         match work {
-            Work::AllGather | Work::ReduceScatter => starts.into_iter().try_for_each(|start| self.once(work, start))?,
+            Work::AllGather | Work::ReduceScatter => {
+                starts.into_iter().try_for_each(|start| self.once(work, start).map(drop))?;
+            }
             Work::Allgather | Work::ReduceScatterBlock => {
                 let (values, target) = (self.values.clone(), self.target.clone());
                 let len = self.tensor_bytes / 4;
                 let block_len = len / self.comm.world_size();
                 let run = move || {
                     let world = SimpleCommunicator::world();
-                    let mut target = target.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    let mut target = target.lock().unwrap_or_else(PoisonError::into_inner);
                     for start in starts {
                         let tensor = &values[start / 4..start / 4 + len];
                         match work {
@@ -254,14 +256,30 @@ impl RankWork {
         Ok(())
     }
 
-    fn once(&mut self, work: Work, start: usize) -> Result<(), CommError> {
+    /// Fails unless the library and ours give the same bytes.
+    fn check(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+        for [library, ours] in Work::PAIRS {
+            self.next = 0;
+            self.run(library, 1)?;
+            let bytes = self.once(ours, 0)?;
+            let target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
+            let expected = target.iter().flat_map(|value| value.to_ne_bytes());
+            if !expected.take(bytes.len()).eq(bytes.iter().copied()) {
+                return Err(format!("{} and {} give different bytes", library.name(), ours.name()).into());
+            }
+        }
+        Ok(())
+    }
+
+    fn once(&self, work: Work, start: usize) -> Result<Bytes, CommError> {
         let layout = self.layout.clone();
         if work == Work::AllGather {
             let block_bytes = layout.shard_len(self.comm.rank()) * 4;
             let part = GatherPart { shard: self.tensors.slice(start..start + block_bytes), layout, elem_bytes: 4 };
-            return self.comm.all_gather(&tag(), &[part]).map(drop);
+            return Ok(self.comm.all_gather(&tag(), &[part])?.remove(0));
         }
         let full = self.tensors.slice(start..start + self.tensor_bytes);
-        self.comm.reduce_scatter(&tag(), &[ReducePart { full, layout, dtype: Dtype::F32 }], Reduce::SUM).map(drop)
+        let part = ReducePart { full, layout, dtype: Dtype::F32 };
+        Ok(self.comm.reduce_scatter(&tag(), &[part], Reduce::SUM)?.remove(0))
     }
 }

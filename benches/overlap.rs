@@ -1,17 +1,21 @@
-//! How much of the communication of a training step runs beside its computation, over an imitated link.
+//! How much of the communication of a training step runs beside its computation, over a slow link.
 //!
 //! `cargo bench --bench overlap -- --share 0.8`
+//!
+//! The link is imitated, or, with `--set-link` and a rank on each of several hosts, it is one that a command makes slow.
 //!
 //! Every rank trains the GPT of the examples at stage 3. `compute` is a step without the link: what the ranks compute and
 //! copy between themselves in memory. `link` is what the link needs for all messages of a step, one after the other:
 //! `α` for each and `β` for each byte. Gathers and reductions travel on two streams side by side, each at the full
-//! speed of the link, as on a network with two directions; `link` is the sum of both, `gather` and `reduce` the parts.
+//! speed of the link, as on a network with two directions, or over one real link; `link` is the sum of both, `gather` and
+//! `reduce` the parts.
 //! `exposed` is by how much the link makes a step longer, so `hidden`, the part of the link's time that no step sees, is
 //! `1 - exposed / link`. `waited` is how long the model stood still by its own account, for slower peers too; it leaves
 //! out the message about the norm.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,8 +23,8 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_benches::{GptShape, load_average, median};
 use fsdp_burn::{
-    Config, Error, FusedAdamW, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Trace,
-    TrainingConfig, launch_with,
+    Config, Error, FusedAdamW, LaunchOptions, Link, NonFinite, OpCount, OpKind, PrefetchConfig, Rank, Stage, Started,
+    Trace, TrainingConfig, launch_with,
 };
 use fsdp_core::{Span, SpanKind, TraceStream};
 
@@ -28,7 +32,7 @@ use fsdp_core::{Span, SpanKind, TraceStream};
 struct Args {
     #[command(flatten)]
     shape: GptShape,
-    /// Ranks.
+    /// Ranks, where no launcher has started them.
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Prefetch depths to try, in forward and backward alike.
@@ -43,6 +47,16 @@ struct Args {
     /// Chooses the bandwidth so that the link needs this share of the time that a step computes.
     #[arg(long, default_value_t = 0.8)]
     share: f64,
+    /// Makes the links between hosts slow by this command of a shell, in place of imitating one: rank 0 runs it with the
+    /// bandwidth in Mbit/s as its last argument, and 0 for none.
+    #[arg(long)]
+    set_link: Option<String>,
+    /// Compute threads of a rank; 0 for its share of the cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Fails if less than this part of the link's time is hidden.
+    #[arg(long)]
+    at_least: Option<f64>,
     /// What happens to gradients that are not finite; all but `propagate` cost a message about their norm.
     #[arg(long, value_delimiter = ',', default_value = "propagate,error")]
     non_finite: Vec<String>,
@@ -87,7 +101,15 @@ struct Steps {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = Args::parse();
+    let mut args = Args::parse();
+    let started = Config::default().started()?;
+    match &started {
+        Started::Process(process) => args.ranks = process.world_size,
+        Started::Threads if args.set_link.is_some() => return Err("--set-link is for ranks on several hosts".into()),
+        Started::Threads => {}
+    }
+    let is_main = started.is_main();
+    let mut least = f64::INFINITY;
     for name in &args.non_finite {
         let non_finite = match name.as_str() {
             "propagate" => NonFinite::Propagate,
@@ -95,13 +117,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "error" => NonFinite::Error,
             _ => return Err(format!("--non-finite is propagate, skip or error, and not `{name}`").into()),
         };
-        compare(&args, name, non_finite)?;
+        least = least.min(compare(&args, is_main, name, non_finite)?);
     }
-    Ok(())
+    match args.at_least {
+        Some(wanted) if least < wanted => {
+            Err(format!("{least:.2} of the link's time is hidden, and not {wanted}").into())
+        }
+        _ => Ok(()),
+    }
 }
 
-/// Runs all prefetch depths over the link, and one step without it, in turn.
-fn compare(args: &Args, name: &str, non_finite: NonFinite) -> Result<(), Box<dyn std::error::Error>> {
+/// Runs all prefetch depths over the link, and one step without it, in turn. Returns the least part that is hidden.
+fn compare(args: &Args, is_main: bool, name: &str, non_finite: NonFinite) -> Result<f64, Box<dyn std::error::Error>> {
     let without_link = Setting { prefetch: 1, non_finite, link: None };
     let mut compute = Steps::default();
     run(args, without_link, &mut compute)?;
@@ -116,6 +143,11 @@ fn compare(args: &Args, name: &str, non_finite: NonFinite) -> Result<(), Box<dyn
     }
     let [gather, reduce] = [compute.gathers, compute.reductions].map(|count| link_seconds(link, count));
     let (compute_s, link_s) = (median(&compute.seconds), gather + reduce);
+    let hidden = |steps: &Steps| 1.0 - (median(&steps.seconds) - compute_s) / link_s;
+    let least = runs.iter().map(|(_, steps)| hidden(steps)).fold(f64::INFINITY, f64::min);
+    if !is_main {
+        return Ok(least);
+    }
     println!(
         "\nnon_finite = {name}, {} ranks, {:.0} µs, {:.3} GB/s: {} gathers and {} reductions of {:.1} MB a step, load \
          average {}",
@@ -138,14 +170,14 @@ fn compare(args: &Args, name: &str, non_finite: NonFinite) -> Result<(), Box<dyn
             "{prefetch:>8} {step:>8.3} {compute_s:>8.3} {link_s:>8.3} {gather:>8.3} {reduce:>8.3} {exposed:>8.3} \
              {:>8.3} {:>7.0}% {:>8.3}",
             median(&steps.waited),
-            100.0 * (1.0 - exposed / link_s),
+            100.0 * hidden(steps),
             step / compute_s.max(link_s),
         );
     }
     for (prefetch, steps) in &runs {
         print_waits(args, *prefetch, &steps.spans);
     }
-    Ok(())
+    Ok(least)
 }
 
 /// The link of the arguments; its bandwidth such that a step's messages take the share of its computation.
@@ -169,18 +201,20 @@ fn run(args: &Args, setting: Setting, steps: &mut Steps) -> Result<(), Box<dyn s
         stage: Stage::Parameters,
         world_size: args.ranks,
         prefetch: PrefetchConfig { forward: setting.prefetch, backward: setting.prefetch, ..PrefetchConfig::default() },
+        threads_per_rank: args.threads,
         training: TrainingConfig { non_finite: setting.non_finite, ..TrainingConfig::default() },
         ..Config::default()
     };
     let trace = Arc::new(Trace::new());
-    let options = LaunchOptions { trace: Some(trace.clone()), link: setting.link };
-    let program = args.clone();
-    let ranks = launch_with(&config, options, move |rank| train(&program, &rank))?;
-    for step in 0..args.steps {
-        let slowest = |pick: fn(&Steps) -> &Vec<f64>| ranks.iter().map(|rank| pick(rank)[step]).fold(0.0, f64::max);
-        steps.seconds.push(slowest(|rank| &rank.seconds));
-        steps.waited.push(slowest(|rank| &rank.waited));
-    }
+    let imitated = setting.link.filter(|_| args.set_link.is_none());
+    let options = LaunchOptions { trace: Some(trace.clone()), link: imitated };
+    let (program, link) = (args.clone(), setting.link);
+    let ranks = launch_with(&config, options, move |rank| {
+        set_link(&program, &rank, link)?;
+        train(&program, &rank)
+    })?;
+    steps.seconds.extend(&ranks[0].seconds);
+    steps.waited.extend(&ranks[0].waited);
     (steps.gathers, steps.reductions) = (ranks[0].gathers, ranks[0].reductions);
     steps.spans = trace.spans();
     if let Some(file) = &args.trace {
@@ -189,6 +223,20 @@ fn run(args: &Args, setting: Setting, steps: &mut Steps) -> Result<(), Box<dyn s
     Ok(())
 }
 
+/// Makes the links between hosts as fast as asked for, if that is what the arguments want.
+fn set_link(args: &Args, rank: &Rank, link: Option<Link>) -> Result<(), Error> {
+    if let Some(command) = args.set_link.as_ref().filter(|_| rank.is_main()) {
+        let mbit = link.map_or(0.0, |link| 8e-6 / link.beta_s_per_byte);
+        let status =
+            Command::new("sh").args(["-c", &format!("{command} {mbit:.3}")]).status().map_err(Error::program)?;
+        if !status.success() {
+            return Err(Error::program(format!("`{command} {mbit:.3}`: {status}")));
+        }
+    }
+    rank.barrier()
+}
+
+/// The steps of a rank. Times are those of the slowest one.
 fn train(args: &Args, rank: &Rank) -> Result<Steps, Error> {
     let device = rank.device();
     let mut model = rank.shard(args.shape.init(&device))?;
@@ -212,12 +260,24 @@ fn train(args: &Args, rank: &Rank) -> Result<Steps, Error> {
         }
     }
     model.synchronize()?;
+    (steps.seconds, steps.waited) = (slowest(rank, &steps.seconds)?, slowest(rank, &steps.waited)?);
     let per_step = |kind| {
         let OpCount { num_ops, sent_bytes } = rank.traffic().of(kind);
         OpCount { num_ops: num_ops / args.steps as u64, sent_bytes: sent_bytes / args.steps as u64 }
     };
     (steps.gathers, steps.reductions) = (per_step(OpKind::AllGather), per_step(OpKind::ReduceScatter));
     Ok(steps)
+}
+
+/// Of each value, the largest of all ranks.
+fn slowest(rank: &Rank, values: &[f64]) -> Result<Vec<f64>, Error> {
+    let own: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+    let mut largest = vec![0.0_f64; values.len()];
+    for bytes in rank.all_gather_bytes(&own)? {
+        let values = bytes.as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes));
+        largest.iter_mut().zip(values).for_each(|(largest, value)| *largest = largest.max(value));
+    }
+    Ok(largest)
 }
 
 /// Where rank 0 stands still longest, in milliseconds per step of the last run.

@@ -48,7 +48,8 @@ pub struct PlanMemory<'a> {
     pub depth: PrefetchDepth,
     /// Ranks that a unit stays cut over from forward to backward, where it is not all of the shard axis.
     pub reshard: Option<usize>,
-    /// Ranks that are threads of one process, and share what they hold alike. The estimate is one rank's part.
+    /// Ranks that share what they hold alike: threads of one process, and processes of one host over MPI. The estimate is one
+    /// rank's part.
     pub ranks_per_process: usize,
     /// Activations and temporaries of a rank, where they are known.
     pub activations: Option<Activations>,

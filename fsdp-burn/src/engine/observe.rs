@@ -131,7 +131,7 @@ impl Engine {
             num_micro_batches: self.settings.accumulation,
             depth: self.settings.depth,
             reshard: self.links.regather.as_ref().map(|group| group.world_size()),
-            ranks_per_process: plan.mesh().world_size(),
+            ranks_per_process: self.links.control.num_sharing(),
             tiers: self.offload.memory(plan, self.shard_index),
             ..PlanMemory::new(&self.dtypes.master, &self.dtypes.compute, &self.dtypes.reduce)
         }

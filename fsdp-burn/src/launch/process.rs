@@ -20,6 +20,9 @@ use crate::{Error, Rank};
 /// The variable of the secret by which processes know each other.
 const SECRET: &str = "FSDP_SECRET";
 
+/// How long rank 0 may prepare before it listens, where it was started together with this rank.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
 /// How often the launcher looks whether the run has ended elsewhere.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -89,7 +92,8 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
         });
     };
     let secret = Secret::of_variable(std::env::var(SECRET).ok().as_deref())?;
-    let member = Member { rank, world_size, secret, timeout };
+    let start_limit = if process.is_beside_rank_0() { START_LIMIT.min(timeout) } else { timeout };
+    let member = Member { rank, world_size, secret, timeout, start_limit };
     let control = match rank {
         0 => ControlChannel::host(Entrance::open(host, *port)?, &member)?,
         // An address of IPv6 stands in brackets.

@@ -20,6 +20,8 @@ mod numbers;
 mod offload;
 mod optimizers;
 #[cfg(feature = "mpi")]
+mod over_hosts;
+#[cfg(feature = "mpi")]
 mod over_mpi;
 mod pace;
 mod parity;

@@ -1,84 +1,20 @@
 //! Ranks that `mpirun` has started train as threads do, and end together. `.ci/mpi` runs these.
 //!
-//! `MPIRUN` is the command with its options; default: Open MPI's, as many processes as asked for, also for root.
+//! `FSDP_FAILURES` sets the number of failures.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::files::Scratch;
-use crate::processes::{CHILD, LIMIT, TIMEOUT_S, of_threads, set, text_of};
-
-/// A run of processes. Whatever is left of them ends with it.
-struct Run {
-    mpirun: Child,
-}
-
-impl Run {
-    fn start(dir: &Path, world_size: usize, set: &[(&str, String)]) -> Self {
-        let mpirun =
-            std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun --allow-run-as-root --oversubscribe".to_owned());
-        let mut words = mpirun.split_whitespace();
-        let mut command = Command::new(words.next().unwrap());
-        command.args(words).args(["-n", &world_size.to_string()]).arg(std::env::current_exe().unwrap());
-        command.args(["--exact", CHILD, "--nocapture"]).envs(set.iter().map(|(name, value)| (name, value)));
-        let said = fs::File::create(dir.join("said.txt")).unwrap();
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-        Self { mpirun: command.spawn().unwrap() }
-    }
-
-    /// Whether all end well, within a limit.
-    fn succeeds(mut self, limit: Duration) -> bool {
-        let begun = Instant::now();
-        loop {
-            if let Some(status) = self.mpirun.try_wait().unwrap() {
-                return status.success();
-            }
-            assert!(begun.elapsed() < limit, "a run goes on for more than {limit:?}");
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// The processes of the ranks.
-    fn ranks(&self) -> Vec<u32> {
-        let exe = std::env::current_exe().unwrap();
-        let is_rank = |pid: &u32| fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|of| of == exe);
-        let mut found = vec![self.mpirun.id()];
-        let mut next = 0;
-        while let Some(parent) = found.get(next).copied() {
-            next += 1;
-            found.extend(processes().filter(|&(_, of)| of == parent).map(|(pid, _)| pid));
-        }
-        found.into_iter().filter(is_rank).collect()
-    }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        if self.mpirun.try_wait().unwrap().is_none() {
-            // Asked, it ends its processes too.
-            let _ = Command::new("kill").args(["-TERM", &self.mpirun.id().to_string()]).status();
-            thread::sleep(Duration::from_secs(2));
-            let _ = self.mpirun.kill();
-            let _ = self.mpirun.wait();
-        }
-    }
-}
-
-/// All processes with their parents.
-fn processes() -> impl Iterator<Item = (u32, u32)> {
-    let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter_map(|pid: u32| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // Behind the name, which may hold anything: the state, then the parent.
-        let parent = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?;
-        Some((pid, parent))
-    })
-}
+use crate::common::mpirun::{Run, exists};
+use crate::processes::{
+    CHILD, Fate, LIMIT, Random, TIMEOUT_S, copy, failures_of, first_step, num_failures, of_threads, set, text_of,
+    wait_for_step,
+};
 
 /// What lies in shared memory, but for the files of these tests.
 fn segments() -> BTreeSet<String> {
@@ -88,7 +24,7 @@ fn segments() -> BTreeSet<String> {
 }
 
 /// One test at a time, so that none sees what another uses.
-fn turn() -> MutexGuard<'static, ()> {
+pub(crate) fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -114,7 +50,7 @@ fn mpirun_trains_to_the_bits_of_threads_at_every_stage() {
             set.push(("FSDP_TEST_OFFLOAD", "1".to_owned()));
         }
         let place = format!("stage {stage} on {world_size} processes");
-        assert!(Run::start(&dir, world_size, &set).succeeds(LIMIT), "{place}: {}", said(&dir));
+        assert!(Run::here(CHILD, &dir, world_size, &[], &set).succeeds(LIMIT), "{place}: {}", said(&dir));
         assert!(text_of(&dir) == of_threads(stage, world_size), "{place}: other weights");
         assert!(!dir.join("nvme").exists(), "{place}: offloaded state is left");
     }
@@ -122,53 +58,83 @@ fn mpirun_trains_to_the_bits_of_threads_at_every_stage() {
 }
 
 #[test]
-fn a_rank_that_panics_or_is_killed_ends_the_run_and_a_restart_goes_on() {
+fn whatever_becomes_of_a_rank_of_mpirun_all_end_in_time_with_its_name_and_a_restart_goes_on() {
     let _turn = turn();
     let before = segments();
-    for world_size in [3, 4] {
-        for is_killed in [false, true] {
-            let scratch = Scratch::new(&format!("mpi-failure-{world_size}"));
-            fail_and_restart(&scratch.path(), world_size, is_killed);
-        }
+    let fates = [Fate::Killed, Fate::Stopped, Fate::Panics];
+    let mut random = Random(13);
+    for number in 0..num_failures() {
+        // Each fate meets each rank in turn, on three ranks and on four.
+        let world_size = 3 + number / 3 % 2;
+        let (fate, unlucky) = (fates[number % 3], (number + number / 3) % world_size);
+        let scratch = Scratch::new(&format!("mpi-failure-{number}"));
+        fail_and_restart(&scratch.path(), fate, unlucky, world_size, &mut random);
     }
     nothing_is_left(&before);
 }
 
-fn fail_and_restart(dir: &Path, world_size: usize, is_killed: bool) {
-    let undisturbed = set(dir, 3, TIMEOUT_S);
+fn fail_and_restart(dir: &Path, fate: Fate, unlucky: usize, world_size: usize, random: &mut Random) {
+    let place = format!("{fate:?}, rank {unlucky} of {world_size}");
+    let mut undisturbed = set(dir, 3, TIMEOUT_S);
+    undisturbed.push(("FSDP_TEST_OFFLOAD", "1".to_owned()));
     let mut environment = undisturbed.clone();
-    let step = 31;
-    if !is_killed {
-        environment.push(("FSDP_TEST_PANIC_RANK", "1".to_owned()));
+    let step = 30 + random.below(20) as usize;
+    if fate == Fate::Panics {
+        environment.push(("FSDP_TEST_PANIC_RANK", unlucky.to_string()));
         environment.push(("FSDP_TEST_PANIC_STEP", step.to_string()));
     }
-    let run = Run::start(dir, world_size, &environment);
-    if is_killed {
-        let begun = Instant::now();
-        while fs::read_to_string(dir.join("step")).ok().and_then(|text| text.parse().ok()).unwrap_or(0) < step {
-            assert!(begun.elapsed() < LIMIT, "step {step} never comes: {}", said(dir));
-            thread::sleep(Duration::from_millis(2));
-        }
-        let unlucky = run.ranks()[1].to_string();
-        assert!(Command::new("kill").args(["-KILL", &unlucky]).status().unwrap().success());
-    }
+    // A launcher that ends all itself when a process is gone would not let us see that ranks do. One that is stopped is not
+    // gone, and stays to the end of the launcher.
+    let options: &[&str] = if fate == Fate::Stopped { &[] } else { &["--enable-recovery"] };
+    let mut run = Run::here(CHILD, dir, world_size, options, &environment);
+    wait_for_step(dir, step - 8, &place);
     let ranks = run.ranks();
-    assert!(!run.succeeds(LIMIT), "a rank has failed");
-    assert!(is_killed || said(dir).contains("rank 1 panicked: out of cheese"), "{}", said(dir));
-    let is_left = |pid: &&u32| processes().any(|(other, _)| other == **pid);
+    assert_eq!(ranks.len(), world_size, "{place}: {}", said(dir));
+    if fate != Fate::Panics {
+        wait_for_step(dir, step, &place);
+        thread::sleep(Duration::from_millis(random.below(30)));
+        Run::signal(ranks[&unlucky], if fate == Fate::Killed { "KILL" } else { "STOP" });
+    }
+    // Several times the limit, since this machine may be busy with other tests.
+    let limit = Duration::from_secs_f64(6.0 * TIMEOUT_S);
     let begun = Instant::now();
-    while ranks.iter().any(|pid| is_left(&pid)) {
-        assert!(begun.elapsed() < Duration::from_secs_f64(TIMEOUT_S), "processes are left");
+    while ranks.values().any(|&pid| exists(pid)) {
+        let left: Vec<usize> = ranks.iter().filter(|&(_, &pid)| exists(pid)).map(|(&rank, _)| rank).collect();
+        assert!(begun.elapsed() < limit, "{place}: ranks {left:?} are left: {}", said(dir));
         thread::sleep(Duration::from_millis(5));
     }
+    // A launcher that is to recover from failures may wait for more of them.
+    run.end();
+    let mut failures = failures_of(dir);
+    // One that was stopped goes on when the launcher ends it, and has not heard of the others.
+    failures.retain(|(rank, _)| *rank != unlucky || fate == Fate::Panics);
+    for (rank, message) in &failures {
+        let named = match fate {
+            Fate::Panics => format!("rank {unlucky} panicked: out of cheese"),
+            _ => format!("rank {unlucky} was lost: "),
+        };
+        assert!(message.contains(&named), "{place}: rank {rank} says {message}");
+        assert!(fate == Fate::Panics || message.contains("(step "), "{place}: rank {rank} says {message}");
+    }
+    // When the first one ends, the launcher ends whoever is left of the others.
+    let all: Vec<usize> = (0..world_size).filter(|&rank| rank != unlucky || fate == Fate::Panics).collect();
+    let told: Vec<usize> = failures.into_iter().map(|(rank, _)| rank).collect();
+    assert!(if fate == Fate::Stopped { !told.is_empty() } else { told == all }, "{place}: {told:?}: {}", said(dir));
 
-    assert!(Run::start(dir, world_size, &undisturbed).succeeds(LIMIT), "{}", said(dir));
-    let first: usize = fs::read_to_string(dir.join("first")).unwrap().parse().unwrap();
-    assert!((1..=step + 1).contains(&first), "it goes on from step {first}");
-    assert!(text_of(dir) == of_threads(3, world_size), "other weights after a restart at step {first}");
+    // On the same ranks it goes on to the last bit; on others it goes on.
+    let other = dir.join("other");
+    copy(&dir.join("run"), &other.join("run"));
+    assert!(Run::here(CHILD, dir, world_size, &[], &undisturbed).succeeds(LIMIT), "{place}: {}", said(dir));
+    let first = first_step(dir);
+    assert!((1..=step + 2).contains(&first), "{place}: it goes on from step {first}");
+    assert!(text_of(dir) == of_threads(3, world_size), "{place}: other weights after a restart at step {first}");
+    let set = set(&other, 3, 60.0);
+    assert!(Run::here(CHILD, &other, world_size - 1, &[], &set).succeeds(LIMIT), "{place}: {}", said(&other));
+    assert!(first_step(&other) > 0, "{place}: it begins anew on other ranks");
+    assert!(!dir.join("nvme").exists(), "{place}: offloaded state is left");
 }
 
 /// What all ranks have said of errors.
-fn said(dir: &Path) -> String {
+pub(crate) fn said(dir: &Path) -> String {
     fs::read_to_string(dir.join("said.txt")).unwrap_or_default()
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_burn::{CheckpointError, Config, Error, OffloadConfig, SaveOptions, Stage, TierShares, launch};
+use fsdp_burn::{CheckpointError, Config, Error, OffloadConfig, SaveOptions, Stage, Started, TierShares, launch};
 use serde_json::json;
 
 use crate::common::files::Scratch;
@@ -97,8 +97,11 @@ fn child_is_a_rank() {
             }
         }
         Err(error) => {
-            // Without the words of the test harness.
+            // Without the words of the test harness, and of other processes.
             eprintln!("\nfailed: {error}");
+            if let Started::Process(process) = started {
+                fs::write(dir.join(format!("failed-{}", process.rank)), error.to_string()).unwrap();
+            }
             std::process::exit(3);
         }
     }
@@ -121,8 +124,7 @@ pub(crate) fn set(dir: &Path, stage: usize, timeout_s: f64) -> Vec<(&'static str
 /// Runs to the end: the step it began with, and the weights.
 fn to_the_end(dir: &Path, world_size: usize, set: &[(&'static str, String)]) -> (usize, String) {
     Processes::start(CHILD, dir, world_size, set, |_, port| port).succeed(dir, LIMIT);
-    let first = fs::read_to_string(dir.join("first")).unwrap().parse().unwrap();
-    (first, text_of(dir))
+    (first_step(dir), text_of(dir))
 }
 
 /// The weights that a run has ended with.
@@ -145,9 +147,30 @@ fn processes_train_to_the_bits_of_threads_at_every_stage() {
     }
 }
 
+/// The step that a run has begun with.
+pub(crate) fn first_step(dir: &Path) -> usize {
+    fs::read_to_string(dir.join("first")).unwrap().parse().unwrap()
+}
+
+/// What each rank has failed with, as far as it came to say so.
+#[cfg(feature = "mpi")]
+pub(crate) fn failures_of(dir: &Path) -> Vec<(usize, String)> {
+    let of_rank = |rank| Some((rank, fs::read_to_string(dir.join(format!("failed-{rank}"))).ok()?));
+    (0..8).filter_map(of_rank).collect()
+}
+
+/// Until so many steps are done.
+pub(crate) fn wait_for_step(dir: &Path, step: usize, place: &str) {
+    let begun = Instant::now();
+    while fs::read_to_string(dir.join("step")).ok().and_then(|text| text.parse().ok()).unwrap_or(0) < step {
+        assert!(begun.elapsed() < LIMIT, "{place}: step {step} never comes");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
 /// What becomes of a rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fate {
+pub(crate) enum Fate {
     Killed,
     Stopped,
     Panics,
@@ -157,23 +180,27 @@ enum Fate {
 const FATES: [Fate; 4] = [Fate::Killed, Fate::Stopped, Fate::Panics, Fate::CutOff];
 
 /// SplitMix64.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         (z ^ (z >> 27)) % bound
     }
 }
 
+/// How many failures are tried.
+pub(crate) fn num_failures() -> usize {
+    std::env::var("FSDP_FAILURES").ok().and_then(|text| text.parse().ok()).unwrap_or(6)
+}
+
 #[test]
 fn whatever_becomes_of_a_rank_all_end_in_time_with_its_name_and_a_restart_goes_on() {
-    let num_failures = std::env::var("FSDP_FAILURES").ok().and_then(|text| text.parse().ok()).unwrap_or(6);
     let world_size = 3;
     let mut random = Random(11);
     let expected = of_threads(3, world_size);
-    for number in 0..num_failures {
+    for number in 0..num_failures() {
         // Each fate meets each rank in turn.
         let (fate, unlucky) = (FATES[number % 4], (number + number / 4) % world_size);
         let scratch = Scratch::new(&format!("failure-{number}"));
@@ -198,14 +225,8 @@ fn fail_and_restart(dir: &Path, fate: Fate, unlucky: usize, random: &mut Random,
     let mut processes = Processes::start(CHILD, dir, world_size, &environment, port_of);
     link.carry_to(processes.port);
 
-    let begun = Instant::now();
-    while fs::read_to_string(dir.join("step")).ok().and_then(|text| text.parse().ok()).unwrap_or(0) < step {
-        assert!(begun.elapsed() < LIMIT, "{place}: step {step} never comes");
-        if fate == Fate::Panics && processes.has_ended(unlucky) {
-            break;
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
+    // One that panics at a step may end before it is told that the step is done.
+    wait_for_step(dir, if fate == Fate::Panics { step - 1 } else { step }, &place);
     thread::sleep(Duration::from_millis(random.below(30)));
     match fate {
         Fate::Killed => processes.signal(unlucky, "KILL"),
@@ -258,7 +279,7 @@ fn fail_and_restart(dir: &Path, fate: Fate, unlucky: usize, random: &mut Random,
     assert!(!dir.join("nvme").exists(), "{place}: offloaded state is left after a restart");
 }
 
-fn copy(from: &Path, to: &Path) {
+pub(crate) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();

@@ -137,6 +137,10 @@ impl Communicator for Faulty {
         self.inner.world_size()
     }
 
+    fn num_sharing(&self) -> usize {
+        self.inner.num_sharing()
+    }
+
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         let moved = |_: &_| parts.iter().map(|part| self.one_way_bytes(&part.layout, part.elem_bytes)).sum();
         self.run(tag, moved, || self.inner.all_gather(tag, parts))

@@ -273,6 +273,10 @@ impl Communicator for LocalRank {
         self.domain.ranks.len()
     }
 
+    fn num_sharing(&self) -> usize {
+        self.world_size()
+    }
+
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         self.member().check_gather(tag, parts)?;
         let visit = self.arrive(Call::new(OpKind::AllGather, tag).gather(parts), Vec::new(), true)?;

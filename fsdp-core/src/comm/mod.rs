@@ -25,6 +25,7 @@ mod recorder;
 pub(crate) mod shared;
 mod stream;
 pub(crate) mod sum;
+pub(crate) mod wire;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -57,6 +58,9 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// Ranks of the group.
     fn world_size(&self) -> usize;
+
+    /// Ranks of the group that hold a gathered tensor as one buffer together, this one included.
+    fn num_sharing(&self) -> usize;
 
     /// Returns the whole tensor of each part: flat, row-major, in the order of `parts`.
     ///

@@ -138,6 +138,10 @@ impl Communicator for Recorder {
         self.inner.world_size()
     }
 
+    fn num_sharing(&self) -> usize {
+        self.inner.num_sharing()
+    }
+
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         let gathered = self.inner.all_gather(tag, parts)?;
         let sent = parts.iter().map(|part| self.repeated_bytes(&part.layout, part.elem_bytes)).sum();

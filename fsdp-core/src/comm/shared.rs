@@ -25,7 +25,7 @@ pub(crate) const PIECE_BYTES: usize = 8 * 1024;
 
 /// Most bytes of a piece that is copied: all that lie side by side, so that the library's copy sees how much it is, and
 /// writes past the caches what would not fit into them.
-pub(crate) const WHOLE_RUNS: usize = usize::MAX;
+const WHOLE_RUNS: usize = usize::MAX;
 
 /// The tensors of one operation, written by all ranks, then read by all.
 #[derive(Debug)]

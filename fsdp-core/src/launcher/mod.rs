@@ -9,6 +9,7 @@ mod variables;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::net::IpAddr;
 
 pub use error::LauncherError;
 use variables::{FAMILIES, Family, Seen};
@@ -181,6 +182,16 @@ impl Started {
             Started::Threads => true,
             Started::Process(process) => process.rank == 0,
         }
+    }
+}
+
+impl ProcessRank {
+    /// Whether rank 0 is known to be a process of this host.
+    pub fn is_beside_rank_0(&self) -> bool {
+        let is_loopback =
+            |host: &str| host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
+        // As many ranks as there are below this one are on its host.
+        self.local_rank == Some(self.rank) || self.rendezvous.as_ref().is_some_and(|(host, _)| is_loopback(host))
     }
 }
 

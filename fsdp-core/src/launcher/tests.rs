@@ -140,3 +140,21 @@ fn a_choice_looks_at_one_launcher_only() {
     let nobody = Started::find(&Environment::new(), LauncherChoice::Only(Launcher::Srun), 1, None);
     assert_eq!(nobody, Err(LauncherError::NotThere { launcher: Launcher::Srun }));
 }
+
+#[test]
+fn a_rank_knows_where_it_can_whether_rank_0_is_on_its_host() {
+    let table = [
+        ("LOCAL_RANK=1 MASTER_ADDR=h", true),
+        // The second process of the second host.
+        ("LOCAL_RANK=0 MASTER_ADDR=h", false),
+        ("MASTER_ADDR=h", false),
+        ("MASTER_ADDR=127.0.0.1", true),
+        ("MASTER_ADDR=::1", true),
+        ("MASTER_ADDR=localhost", true),
+    ];
+    for (text, expected) in table {
+        let set = variables(&format!("RANK=1 WORLD_SIZE=4 MASTER_PORT=1 {text}"));
+        let Ok(Started::Process(process)) = Started::find(&set, LauncherChoice::Auto, 1, None) else { panic!() };
+        assert_eq!(process.is_beside_rank_0(), expected, "{text}");
+    }
+}

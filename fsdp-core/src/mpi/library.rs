@@ -1,9 +1,10 @@
 //! The thread that speaks MPI: frames and payloads between any two ranks. See [Note: One thread speaks MPI].
 
+use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
 use std::fmt::{self, Debug};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -26,6 +27,12 @@ const FRAME_NUMBERS: usize = 6;
 /// The longest pause between two looks at requests.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
+/// The same at the end, when nothing but the other ranks' end is due.
+const LONGEST_PAUSE_AT_END: Duration = Duration::from_millis(5);
+
+/// How long processes wait at MPI's end for each other at the least, where all is well.
+const LEAST_END_LIMIT: Duration = Duration::from_secs(60);
+
 /// How long MPI may take to end after a run was aborted, since a rank that is gone does not take part.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
@@ -38,6 +45,8 @@ pub struct Mpi {
     orders: Mutex<Orders>,
     /// A world was aborted.
     aborted: AtomicBool,
+    /// How long the end waits for other processes, in milliseconds.
+    limit_ms: AtomicU64,
 }
 
 #[derive(Default)]
@@ -118,8 +127,17 @@ impl Mpi {
         result.recv().ok()
     }
 
+    /// The end waits for other processes no longer than the longest of these.
+    pub(super) fn allow(&self, limit: Duration) {
+        self.limit_ms.fetch_max(limit.as_millis().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
     fn orders(&self) -> MutexGuard<'_, Orders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell_exit(&self, to: usize) {
+        self.send_frame(&mut self.orders(), to, EXITS, [0, 0], &[]);
     }
 
     fn send_frame(&self, orders: &mut Orders, to: usize, key: Key, payload: [u64; 2], head: &[u8]) {
@@ -187,6 +205,9 @@ impl Network for Mpi {
 /// The key of a frame that says that its sender makes no further call.
 const LEFT: Key = Key { world: 0, domain: 0, op: u64::MAX, stage: u64::MAX };
 
+/// The key of a frame that says that its sender's process exits; from rank 0, that all do.
+const EXITS: Key = Key { stage: u64::MAX - 1, ..LEFT };
+
 /// Notes that a run was aborted, so that the end of MPI does not wait for ranks that are gone.
 #[derive(Debug)]
 pub(super) struct Noted {
@@ -217,8 +238,8 @@ impl Control for Noted {
     }
 }
 
-/// Ends MPI when the process exits. As with any MPI program, a process that is done waits here for the others; when one of
-/// them dies, the launcher ends all. After an abort nobody is waited for.
+/// Ends MPI when the process exits. As with any MPI program, a process that is done waits here for the others, though not
+/// forever; when one of them dies, the launcher ends all. After an abort nobody is waited for.
 extern "C" fn end_at_exit() {
     let Some(Ok(mpi)) = MPI.get() else { return };
     mpi.orders().end = true;
@@ -269,6 +290,8 @@ struct Engine {
     requests: Vec<ffi::MPI_Request>,
     /// What each request needs, in their order.
     flights: Vec<Flight>,
+    /// Ranks that have told that they exit; on other ranks than 0, that one alone, for all.
+    exiting: BTreeSet<usize>,
 }
 
 struct Flight {
@@ -306,8 +329,9 @@ impl Engine {
                 inbox: Inbox::default(),
                 orders: Mutex::default(),
                 aborted: AtomicBool::new(false),
+                limit_ms: AtomicU64::new(LEAST_END_LIMIT.as_millis() as u64),
             };
-            Ok(Self { mpi: Arc::new(mpi), comm, requests: Vec::new(), flights: Vec::new() })
+            Ok(Self { mpi: Arc::new(mpi), comm, requests: Vec::new(), flights: Vec::new(), exiting: BTreeSet::new() })
         }
     }
 
@@ -331,27 +355,67 @@ impl Engine {
             has_worked |= self.take_frames()?;
             has_worked |= self.test()?;
             if is_end && end.is_none() {
-                // When all ranks have come here, nobody sends any more.
                 end = Some(Instant::now());
-                self.barrier()?;
+                if self.mpi.rank > 0 {
+                    self.mpi.tell_exit(0);
+                }
             }
             if let Some(end) = end
-                && (self.requests.is_empty() || self.mpi.aborted.load(Ordering::Relaxed) && end.elapsed() > END_LIMIT)
+                && self.has_ended(end.elapsed())
             {
                 return self.take_frames().map(drop);
             }
+            let longest = if end.is_some() { LONGEST_PAUSE_AT_END } else { LONGEST_PAUSE };
             if has_worked {
                 pause = Duration::ZERO;
-            } else if self.requests.is_empty() && !self.mpi.inbox.is_awaited() {
+            } else if end.is_none() && self.requests.is_empty() && !self.mpi.inbox.is_awaited() {
                 self.mpi.inbox.sleep_engine(None);
             } else if pause.is_zero() {
                 pause = Duration::from_micros(1);
                 thread::yield_now();
             } else {
                 self.mpi.inbox.sleep_engine(Some(pause));
-                pause = (2 * pause).min(LONGEST_PAUSE);
+                pause = (2 * pause).min(longest);
             }
         }
+    }
+
+    /// Whether this process, which has waited for so long, may end: all others exit too, or nobody is waited for. Rank 0
+    /// knows who has come, and tells the others when all have.
+    fn has_ended(&mut self, waited: Duration) -> bool {
+        let (mpi, num_others) = (&*self.mpi, self.mpi.world_size - 1);
+        let num_awaited = if mpi.rank == 0 { num_others } else { 1 };
+        if self.exiting.len() < num_awaited {
+            let limit = Duration::from_millis(mpi.limit_ms.load(Ordering::Relaxed));
+            // Rank 0 knows better who is missing, and speaks first.
+            let grace = if mpi.rank == 0 { Duration::ZERO } else { END_LIMIT };
+            if waited > limit + grace && !mpi.aborted.load(Ordering::Relaxed) {
+                self.give_up(limit);
+            }
+        } else if mpi.rank == 0 && self.exiting.insert(0) {
+            (1..=num_others).for_each(|rank| mpi.tell_exit(rank));
+            return num_others == 0;
+        } else if self.requests.is_empty() && mpi.orders().new.is_empty() {
+            return true;
+        }
+        mpi.aborted.load(Ordering::Relaxed) && waited > END_LIMIT
+    }
+
+    /// Names the ranks that have not come to the end, and ends all processes.
+    fn give_up(&self, limit: Duration) {
+        let has_come = |rank: &usize| self.exiting.contains(rank);
+        let missing: Vec<usize> = match self.mpi.rank {
+            0 => (1..self.mpi.world_size).filter(|rank| !has_come(rank)).collect(),
+            _ => vec![0],
+        };
+        // The program has ended: nobody else would tell.
+        eprintln!(
+            "rank {}: this process is done, and waits at the end of MPI for ranks {missing:?} since {limit:?}; all processes are \
+             ended. What follows `launch` must not take one rank longer than the others by more than `timeout_s`",
+            self.mpi.rank
+        );
+        // SAFETY: See above. It does not return, or else the launcher ends this process.
+        unsafe { ffi::MPI_Abort(self.comm, 1) };
     }
 
     fn begin(&mut self, order: Order) -> Result<(), String> {
@@ -373,20 +437,6 @@ impl Engine {
             self.requests.push(request);
         }
         self.flights.push(Flight { receipt, datatype, _bytes: bytes });
-        Ok(())
-    }
-
-    /// Begins a barrier, which is a request as others.
-    fn barrier(&mut self) -> Result<(), String> {
-        // SAFETY: See above.
-        unsafe {
-            let mut request = ffi::RSMPI_REQUEST_NULL;
-            check(ffi::MPI_Ibarrier(self.comm, &mut request), "MPI_Ibarrier")?;
-            self.requests.push(request);
-        }
-        // SAFETY: There is no memory.
-        let bytes = unsafe { Payload::new([], ()) };
-        self.flights.push(Flight { receipt: None, datatype: None, _bytes: bytes });
         Ok(())
     }
 
@@ -418,7 +468,7 @@ impl Engine {
         }
     }
 
-    fn deliver(&self, source: usize, bytes: &[u8]) -> Result<(), String> {
+    fn deliver(&mut self, source: usize, bytes: &[u8]) -> Result<(), String> {
         let (numbers, head) = bytes.as_chunks::<8>().0.split_at_checked(FRAME_NUMBERS).unzip();
         let (Some(numbers), Some(_)) = (numbers, head) else {
             return Err(format!("rank {source} sent {} bytes that are no frame", bytes.len()));
@@ -427,6 +477,10 @@ impl Engine {
         let key = Key { world: number(0), domain: number(1), op: number(2), stage: number(3) };
         if key == (Key { world: key.world, ..LEFT }) {
             self.mpi.inbox.leave(key.world, source);
+            return Ok(());
+        }
+        if key == EXITS {
+            self.exiting.insert(source);
             return Ok(());
         }
         let head = bytes[8 * FRAME_NUMBERS..].to_vec();

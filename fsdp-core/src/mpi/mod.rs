@@ -16,6 +16,7 @@
 mod addresses;
 mod library;
 
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,9 @@ use crate::hosts::{self, Network};
 use crate::{
     CommError, Communicator, Control, ControlChannel, Entrance, Member, OpTag, Phase, RendezvousError, Secret,
 };
+
+/// How long rank 0 is looked for, once it has told where it listens.
+const REACH_LIMIT: Duration = Duration::from_secs(30);
 
 /// The world of an MPI launcher: `mpirun`, `mpiexec` or `srun`.
 #[derive(Debug)]
@@ -38,12 +42,14 @@ impl MpiWorld {
     /// Ranks of one host share memory, and one of them talks to the other hosts in gathers. `timeout` bounds every single
     /// wait, not a step: it must exceed the longest time by which one rank may be ahead of another.
     ///
-    /// MPI is initialised at the first call, and finalised when the process exits.
+    /// MPI is initialised at the first call, and finalised when the process exits. There processes wait for each other, for the
+    /// longest `timeout` of a call, a minute at the least; then all are ended, with the missing ones named.
     ///
     /// # Errors
     /// [`CommError::Engine`] if MPI cannot be used, and [`CommError::Timeout`] if a process does not come.
     pub fn connect(control: Arc<dyn Control>, timeout: Duration) -> Result<Arc<dyn Communicator>, CommError> {
         let mpi = Mpi::start()?;
+        mpi.allow(timeout);
         let control = Arc::new(Noted { control, mpi: mpi.clone() });
         hosts::connect(mpi, control, timeout)
     }
@@ -56,6 +62,7 @@ impl MpiWorld {
     /// come.
     pub fn control(timeout: Duration) -> Result<Arc<ControlChannel>, CommError> {
         let mpi = Mpi::start()?;
+        mpi.allow(timeout);
         let (rank, world_size) = (mpi.rank(), mpi.world_size());
         let failed = |message: String| CommError::Engine { rank, tag: OpTag::new(0, Phase::Init, "control"), message };
         let refused = |error: RendezvousError| failed(error.to_string());
@@ -66,7 +73,7 @@ impl MpiWorld {
         if rank == 0 {
             let secret = Secret::random().map_err(refused)?;
             let near_only = hosts.iter().all(is_near);
-            let entrance = Entrance::open(if near_only { "127.0.0.1" } else { "0.0.0.0" }, 0).map_err(refused)?;
+            let entrance = open(near_only).map_err(refused)?;
             let digits: String = secret.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
             let addresses: Vec<String> = addresses::of_this_host().iter().map(ToString::to_string).collect();
             told = format!("{digits} {} {}", entrance.address().port(), addresses.join(" "));
@@ -74,7 +81,7 @@ impl MpiWorld {
         }
         let told = mpi.exchange(&told, timeout)?;
         if let Some((secret, entrance)) = own {
-            let member = Member { rank, world_size, secret, timeout };
+            let member = Member { rank, world_size, secret, timeout, start_limit: timeout };
             return ControlChannel::host(entrance, &member).map_err(refused);
         }
         let words: Vec<&str> = told[0].split_whitespace().collect();
@@ -84,27 +91,40 @@ impl MpiWorld {
         let secret =
             (0..digits.len() / 2).filter_map(|at| u8::from_str_radix(digits.get(2 * at..2 * at + 2)?, 16).ok());
         let secret = Secret::new(secret.collect::<Vec<u8>>()).map_err(refused)?;
-        let member = Member { rank, world_size, secret, timeout };
+        let limit = timeout.min(REACH_LIMIT);
+        let member = Member { rank, world_size, secret, timeout, start_limit: limit };
         let near = ["127.0.0.1"];
         let addresses = if is_near(&hosts[rank]) { &near[..] } else { addresses };
-        let address = reachable(addresses, port, timeout);
+        let address = reachable(addresses, port, limit);
         let Some(address) = address else {
             let all = addresses.join(", ");
-            return Err(failed(format!("rank 0 is not reached at any of {all}, port {port}; look for a firewall")));
+            let remedy = "See whether its process still runs, and look for a firewall";
+            return Err(failed(format!(
+                "rank 0 is not reached within {limit:?} at any of {all}, port {port}. {remedy}"
+            )));
         };
         ControlChannel::join(&address, &member).map_err(refused)
     }
 }
 
+/// A free port, for this host only or at all of its addresses: of IPv6 too, where the system has it.
+fn open(near_only: bool) -> Result<Entrance, RendezvousError> {
+    if near_only {
+        return Entrance::open("127.0.0.1", 0);
+    }
+    Entrance::open("::", 0).or_else(|_| Entrance::open("0.0.0.0", 0))
+}
+
 /// The first of some addresses that answers.
 fn reachable(addresses: &[&str], port: &str, limit: Duration) -> Option<String> {
+    let port = port.parse().ok()?;
+    let addresses: Vec<IpAddr> = addresses.iter().filter_map(|address| address.parse().ok()).collect();
     let end = Instant::now() + limit;
     while Instant::now() < end {
-        for address in addresses {
-            let address = format!("{address}:{port}");
-            let socket = address.parse().ok()?;
-            if std::net::TcpStream::connect_timeout(&socket, Duration::from_secs(1)).is_ok() {
-                return Some(address);
+        for &address in &addresses {
+            let socket = SocketAddr::new(address, port);
+            if TcpStream::connect_timeout(&socket, Duration::from_secs(1)).is_ok() {
+                return Some(socket.to_string());
             }
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -15,7 +15,7 @@ use super::handshake::Terms;
 use super::node::{Command, Node, Pace};
 use super::shared::{Shared, Waited};
 use super::wire::{Inbox, Message, WireCause};
-use super::{Entrance, RendezvousError, Secret, Standing, Stragglers, join};
+use super::{Entrance, JoinLimits, RendezvousError, Secret, Standing, Stragglers, join};
 use crate::{AbortCause, Control, Issued};
 
 /// How long an abort waits for rank 0 to say whose cause was first.
@@ -37,6 +37,9 @@ pub struct Member {
     pub secret: Secret,
     /// After so long a rank that has not joined, or is not heard from, is given up.
     pub timeout: Duration,
+    /// After so long in which nobody listens where rank 0 is to, it is given up. Shorter than `timeout` where rank 0 must have
+    /// been started with this rank.
+    pub start_limit: Duration,
 }
 
 /// One connection from every rank to rank 0, for what must arrive when collectives do not: why the run ends.
@@ -54,7 +57,8 @@ pub struct Member {
 /// use fsdp_core::{AbortCause, Control, ControlChannel, Entrance, Member, Secret};
 ///
 /// let secret = Secret::random()?;
-/// let member = |rank| Member { rank, world_size: 2, secret: secret.clone(), timeout: Duration::from_secs(30) };
+/// let limit = Duration::from_secs(30);
+/// let member = |rank| Member { rank, world_size: 2, secret: secret.clone(), timeout: limit, start_limit: limit };
 /// let entrance = Entrance::open("127.0.0.1", 0)?;
 /// let (address, other) = (entrance.address().to_string(), member(1)); // of another process, usually
 /// let other = thread::spawn(move || ControlChannel::join(&address, &other));
@@ -62,7 +66,7 @@ pub struct Member {
 /// let other = other.join().unwrap()?;
 ///
 /// control.put("id", b"42")?;
-/// assert_eq!(other.get("id", Duration::from_secs(30))?, b"42");
+/// assert_eq!(other.get("id", limit)?, b"42");
 /// let cause = AbortCause::RankFailed { rank: 1, message: "no data".into() };
 /// other.abort(cause.clone());
 /// assert_eq!(control.finish(), Err(cause));
@@ -110,7 +114,8 @@ impl ControlChannel {
     pub fn join(address: &str, member: &Member) -> Result<Arc<Self>, RendezvousError> {
         let Member { rank, timeout, .. } = *member;
         let begun = Instant::now();
-        let mut stream = join(address, rank, &member.terms("control"), timeout)?;
+        let limits = JoinLimits { all: timeout, refused: member.start_limit };
+        let mut stream = join(address, rank, &member.terms("control"), limits)?;
         wait_for_start(&mut stream, rank, timeout.saturating_sub(begun.elapsed()) + AGREE)?;
         let failed = |source| RendezvousError::Io { rank, what: "cannot prepare the connection to rank 0", source };
         let local = stream.local_addr().map_err(failed)?.ip();

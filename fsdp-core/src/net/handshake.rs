@@ -19,7 +19,7 @@ use sha2::Sha256;
 use super::{Refusal, Secret};
 
 const MAGIC: [u8; 4] = *b"FSDP";
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 /// Greeting and nonce, of either side.

@@ -12,6 +12,17 @@ use super::{Refusal, RendezvousError};
 const TRY: Duration = Duration::from_secs(5);
 /// Between tries.
 const PAUSE: Duration = Duration::from_millis(50);
+/// After so long without anybody who listens, a warning says so.
+const WARN: Duration = Duration::from_secs(5);
+
+/// For how long a rank tries.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JoinLimits {
+    /// In all.
+    pub(crate) all: Duration,
+    /// While nobody listens there.
+    pub(crate) refused: Duration,
+}
 
 /// Why one try has failed.
 enum Failed {
@@ -27,20 +38,39 @@ impl From<io::Error> for Failed {
 }
 
 /// Returns a connection to whoever listens at `address`, a host with a port, as rank `rank`.
-pub(crate) fn join(address: &str, rank: usize, terms: &Terms, limit: Duration) -> Result<TcpStream, RendezvousError> {
+pub(crate) fn join(
+    address: &str,
+    rank: usize,
+    terms: &Terms,
+    limits: JoinLimits,
+) -> Result<TcpStream, RendezvousError> {
     let started = Instant::now();
-    let mut last = None;
+    let no_answer = |waited, reason| RendezvousError::NoAnswer { rank, address: address.to_owned(), waited, reason };
+    let mut reason = "there was no time".to_owned();
+    // Since when nobody listens, and whether that has been told.
+    let mut refused: Option<(Instant, bool)> = None;
     loop {
-        let Some(left) = limit.checked_sub(started.elapsed()) else {
-            let reason = last.map_or("there was no time".to_owned(), |error: io::Error| error.to_string());
-            return Err(RendezvousError::NoAnswer { rank, address: address.to_owned(), waited: limit, reason });
+        let Some(left) = limits.all.checked_sub(started.elapsed()) else {
+            return Err(no_answer(limits.all, reason));
         };
         match join_once(address, rank, terms, left.min(TRY)) {
             Ok(stream) => return Ok(stream),
             Err(Failed::Refused(refusal)) => {
                 return Err(RendezvousError::Refused { rank, address: address.to_owned(), refusal });
             }
-            Err(Failed::Io(error)) => last = Some(error),
+            Err(Failed::Io(error)) => {
+                let is_refused = error.kind() == io::ErrorKind::ConnectionRefused;
+                refused = is_refused.then(|| refused.unwrap_or((Instant::now(), false)));
+                reason = error.to_string();
+            }
+        }
+        if let Some((since, is_told)) = &mut refused {
+            if since.elapsed() > limits.refused {
+                return Err(no_answer(limits.refused, reason));
+            }
+            if since.elapsed() > WARN && !std::mem::replace(is_told, true) {
+                tracing::warn!(rank, "nobody listens at {address} yet, where rank 0 is to; does it run?");
+            }
         }
         thread::sleep(PAUSE.min(left));
     }

@@ -18,5 +18,5 @@ mod wire;
 pub use channel::{ControlChannel, Member};
 pub use entrance::Entrance;
 pub use error::{Refusal, RendezvousError, Secret};
-pub(crate) use join::join;
+pub(crate) use join::{JoinLimits, join};
 pub use standing::{Standing, Stragglers};

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use super::mailbox::{Mailbox, Place};
 use super::wire::{self, Received};
 use crate::comm::call::Call;
-use crate::net::join;
+use crate::net::{JoinLimits, join};
 use crate::{AbortCause, Control, ControlChannel, Entrance, RendezvousError};
 
 /// What the connections are for, in the handshake.
@@ -152,7 +152,7 @@ fn join_all(control: &ControlChannel, limit: Duration) -> Result<BTreeMap<usize,
             Ok(address) => address.to_string(),
             Err(_) => format!("{}{told}", control.host_of_rank_0()),
         };
-        Ok((other, join(&address, rank, &control.terms(PURPOSE), limit)?))
+        Ok((other, join(&address, rank, &control.terms(PURPOSE), JoinLimits { all: limit, refused: limit })?))
     };
     (0..rank).map(one).collect()
 }

@@ -54,7 +54,7 @@ impl SocketWorld {
     ///
     /// let timeout = Duration::from_secs(30);
     /// let secret = Secret::random()?;
-    /// let member = |rank| Member { rank, world_size: 2, secret: secret.clone(), timeout };
+    /// let member = |rank| Member { rank, world_size: 2, secret: secret.clone(), timeout, start_limit: timeout };
     /// let entrance = Entrance::open("127.0.0.1", 0)?;
     /// let (address, other) = (entrance.address().to_string(), member(1)); // of another process, usually
     /// let other = thread::spawn(move || {
@@ -200,6 +200,10 @@ impl Communicator for SocketRank {
 
     fn world_size(&self) -> usize {
         self.ranks.len()
+    }
+
+    fn num_sharing(&self) -> usize {
+        1
     }
 
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {

@@ -1,47 +1,21 @@
-//! How a letter travels: lengths of header and payload, the header as JSON, the payload as it is.
+//! How a letter travels: a header of fixed length, the call as bytes, the payload as it is.
 
 use std::io::{self, Read, Write};
 
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
 
 use super::mailbox::{Letter, Place};
-use crate::comm::call::{Call, CallPart};
-use crate::{Dtype, OpKind, OpTag, Phase, ShardLayout};
+use crate::comm::call::Call;
+use crate::comm::wire;
 
-/// The longest header. A plan with a million parameters in one unit has none that long.
-const MAX_HEADER_BYTES: u32 = 256 << 20;
+/// The longest call. A plan with a million parameters in one unit has none that long.
+const MAX_CALL_BYTES: u64 = 256 << 20;
 
-/// What a rank sends another.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-enum Header {
-    /// A letter follows, of so many bytes.
-    Letter { domain: u64, number: u64, round: u8, call: WireCall },
-    /// Nothing follows any more.
-    Leave,
-}
+/// Numbers in front: where the letter belongs, and the bytes of call and payload.
+const NUM_NUMBERS: usize = 5;
 
-/// [`Call`].
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct WireCall {
-    kind: u8,
-    step: u64,
-    phase: u8,
-    unit: String,
-    parts: Vec<WirePart>,
-    root: Option<usize>,
-    /// Bits, since JSON has no infinity.
-    scale: Option<u64>,
-}
-
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct WirePart {
-    shape: Vec<usize>,
-    dim: usize,
-    num_shards: usize,
-    elem_bytes: usize,
-    dtype: Option<u8>,
-}
+/// In place of a round: nothing follows any more.
+const LEAVE: u64 = u64::MAX;
 
 /// What came.
 #[derive(Debug)]
@@ -50,20 +24,20 @@ pub(super) enum Received {
     Leave,
 }
 
-/// Lengths and header.
+/// What stands in front of a payload.
 pub(super) fn letter_header(place: Place, call: &Call, payload_len: usize) -> Vec<u8> {
     let Place { domain, number, round } = place;
-    header(&Header::Letter { domain, number, round, call: call.into() }, payload_len)
+    let call = wire::encode(call);
+    header([domain, number, round.into(), call.len() as u64, payload_len as u64], &call)
 }
 
 /// The last that a rank sends.
 pub(super) fn leave_header() -> Vec<u8> {
-    header(&Header::Leave, 0)
+    header([0, 0, LEAVE, 0, 0], &[])
 }
 
-fn header(header: &Header, payload_len: usize) -> Vec<u8> {
-    let body = serde_json::to_vec(header).expect("a header has nothing that JSON lacks");
-    [&(body.len() as u32).to_le_bytes()[..], &(payload_len as u64).to_le_bytes(), &body].concat()
+fn header(numbers: [u64; NUM_NUMBERS], call: &[u8]) -> Vec<u8> {
+    numbers.into_iter().flat_map(u64::to_le_bytes).chain(call.iter().copied()).collect()
 }
 
 /// Writes all of it, as few calls as the system allows.
@@ -75,23 +49,19 @@ pub(super) fn write(stream: &mut impl Write, header: &[u8], payload: &[Bytes]) -
 /// Reads one message.
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Received> {
     let garbage = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
-    let (mut header_len, mut payload_len) = ([0; 4], [0; 8]);
-    stream.read_exact(&mut header_len)?;
-    stream.read_exact(&mut payload_len)?;
-    let header_len = u32::from_le_bytes(header_len);
-    if header_len > MAX_HEADER_BYTES {
-        return Err(garbage("a header of impossible length"));
+    let mut numbers = [[0; 8]; NUM_NUMBERS];
+    stream.read_exact(numbers.as_flattened_mut())?;
+    let [domain, number, round, call_len, payload_len] = numbers.map(u64::from_le_bytes);
+    if round == LEAVE {
+        return Ok(Received::Leave);
     }
-    let header = read_bytes(stream, header_len.into())?;
-    let header = serde_json::from_slice(&header).map_err(|_| garbage("a header that is none"))?;
-    let payload = read_bytes(stream, u64::from_le_bytes(payload_len))?;
-    match header {
-        Header::Leave => Ok(Received::Leave),
-        Header::Letter { domain, number, round, call } => {
-            let call = call.decode().ok_or_else(|| garbage("an operation that is none"))?;
-            Ok(Received::Letter(Place { domain, number, round }, Letter { call, payload: payload.into() }))
-        }
+    let round = u8::try_from(round).map_err(|_| garbage("a round that is none"))?;
+    if call_len > MAX_CALL_BYTES {
+        return Err(garbage("a call of impossible length"));
     }
+    let call = wire::decode(&read_bytes(stream, call_len)?).ok_or_else(|| garbage("a call that is none"))?;
+    let payload = read_bytes(stream, payload_len)?.into();
+    Ok(Received::Letter(Place { domain, number, round }, Letter { call, payload }))
 }
 
 /// Memory is taken as bytes come, so that a wrong length takes none.
@@ -101,56 +71,11 @@ fn read_bytes(stream: &mut impl Read, len: u64) -> io::Result<Vec<u8>> {
     if bytes.len() as u64 == len { Ok(bytes) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-impl From<&Call> for WireCall {
-    fn from(call: &Call) -> Self {
-        let place = |found: Option<usize>| found.expect("all values are listed") as u8;
-        let dtype = |dtype: Dtype| place(Dtype::ALL.iter().position(|&other| other == dtype));
-        let part = |part: &CallPart| WirePart {
-            shape: part.layout.shape().to_vec(),
-            dim: part.layout.dim(),
-            num_shards: part.layout.num_shards(),
-            elem_bytes: part.elem_bytes,
-            dtype: part.dtype.map(dtype),
-        };
-        Self {
-            kind: place(OpKind::ALL.iter().position(|&kind| kind == call.kind)),
-            step: call.tag.step,
-            phase: place(Phase::ALL.iter().position(|&phase| phase == call.tag.phase)),
-            unit: call.tag.unit.to_string(),
-            parts: call.parts.iter().map(part).collect(),
-            root: call.root,
-            scale: call.scale.map(f64::to_bits),
-        }
-    }
-}
-
-impl WireCall {
-    /// `None` if a number is none of ours.
-    fn decode(self) -> Option<Call> {
-        let kind = *OpKind::ALL.get(usize::from(self.kind))?;
-        let phase = *Phase::ALL.get(usize::from(self.phase))?;
-        let part = |part: WirePart| {
-            let is_layout = part.num_shards > 0 && part.dim < part.shape.len().max(1);
-            let dtype = match part.dtype {
-                Some(number) => Some(*Dtype::ALL.get(usize::from(number))?),
-                None => None,
-            };
-            let layout = is_layout.then(|| ShardLayout::new(&part.shape, part.dim, part.num_shards))?;
-            Some(CallPart { layout, elem_bytes: part.elem_bytes, dtype })
-        };
-        Some(Call {
-            kind,
-            tag: OpTag::new(self.step, phase, self.unit),
-            parts: self.parts.into_iter().map(part).collect::<Option<_>>()?,
-            root: self.root,
-            scale: self.scale.map(f64::from_bits),
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::call::CallPart;
+    use crate::{Dtype, OpKind, OpTag, Phase, ShardLayout};
 
     const PLACE: Place = Place { domain: 3, number: 4, round: 1 };
 
@@ -180,19 +105,12 @@ mod tests {
         for len in 0..bytes.len() {
             assert!(read(&mut &bytes[..len]).is_err());
         }
-        let mut huge = bytes.clone();
-        huge[4..12].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(read(&mut &huge[..]).is_err());
-        huge[..4].copy_from_slice(&u32::MAX.to_le_bytes());
-        assert!(read(&mut &huge[..]).is_err());
-        for (right, wrong) in
-            [("\"kind\":2", "\"kind\":9"), ("\"dim\":1", "\"dim\":7"), ("\"num_shards\":2", "\"num_shards\":0")]
-        {
-            let text = String::from_utf8(bytes[12..].to_vec()).unwrap();
-            assert!(text.contains(right), "{text}");
-            let damaged = text.replace(right, wrong);
-            let damaged = [&(damaged.len() as u32).to_le_bytes()[..], &[0; 8], damaged.as_bytes()].concat();
-            assert!(read(&mut &damaged[..]).is_err(), "{wrong}");
+        // Where each number stands: the round, the lengths of call and payload, and the call's kind.
+        for (place, number) in [(2, 256), (3, u64::MAX), (4, u64::MAX), (NUM_NUMBERS, 99)] {
+            let mut damaged = [&bytes[..], &[0; 5]].concat();
+            assert!(read(&mut &damaged[..]).is_ok());
+            damaged[8 * place..8 * (place + 1)].copy_from_slice(&number.to_le_bytes());
+            assert!(read(&mut &damaged[..]).is_err(), "{number} at {place}");
         }
     }
 }

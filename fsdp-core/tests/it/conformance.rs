@@ -78,3 +78,13 @@ fn ranks_side_by_side_on_hosts_keep_every_promise() {
 fn ranks_dealt_out_to_hosts_keep_every_promise() {
     check_all(on_hosts(|rank| rank % 2));
 }
+
+#[test]
+fn ranks_know_how_many_hold_one_gathered_tensor_together() {
+    let limit = Duration::from_secs(60);
+    let sharing = |ranks: Vec<Arc<dyn Communicator>>| ranks.iter().map(|rank| rank.num_sharing()).collect::<Vec<_>>();
+    assert_eq!(sharing(LocalWorld::connect(3, limit)), [3, 3, 3], "threads of one process");
+    assert_eq!(sharing(sockets::connect(3, limit)), [1, 1, 1], "processes without shared memory");
+    #[cfg(target_os = "linux")]
+    assert_eq!(sharing(on_hosts(|rank| rank % 2)(3, limit)), [2, 1, 2], "processes on two hosts");
+}

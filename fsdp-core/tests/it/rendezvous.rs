@@ -116,6 +116,17 @@ fn a_thousand_connections_change_nothing() {
     });
 }
 
+#[test]
+fn a_rank_0_that_does_not_listen_is_given_up_soon_where_it_must_have_been_started() {
+    let address = Entrance::open("127.0.0.1", 0).unwrap().address().to_string();
+    let begun = Instant::now();
+    let beside = Member { start_limit: Duration::from_millis(300), ..member(1, 2, LONG) };
+    let error = ControlChannel::join(&address, &beside).err().unwrap();
+    assert!(matches!(error, RendezvousError::NoAnswer { .. }) && begun.elapsed() < LONG / 2, "{error}");
+    let error = error.to_string();
+    assert!(error.contains(&format!("found no rank 0 at {address} within 300ms: Connection refused")), "{error}");
+}
+
 /// How rank 0 and a joining rank end, if rank 0 waits for a short time.
 fn refused(joining: &Member) -> (Joined, Joined) {
     let entrance = Entrance::open("127.0.0.1", 0).unwrap();

@@ -19,7 +19,7 @@ pub(crate) fn secret() -> Secret {
 }
 
 pub(crate) fn member(rank: usize, world_size: usize, timeout: Duration) -> Member {
-    Member { rank, world_size, secret: secret(), timeout }
+    Member { rank, world_size, secret: secret(), timeout, start_limit: timeout }
 }
 
 /// The control channels of a world, each made on a thread of its own.

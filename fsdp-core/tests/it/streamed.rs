@@ -23,6 +23,10 @@ impl Communicator for Streamed {
         self.0.communicator().world_size()
     }
 
+    fn num_sharing(&self) -> usize {
+        self.0.communicator().num_sharing()
+    }
+
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         self.0.all_gather(tag.clone(), parts.to_vec()).wait()
     }

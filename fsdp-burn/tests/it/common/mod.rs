@@ -3,6 +3,8 @@
 pub(crate) mod files;
 pub(crate) mod learner;
 pub(crate) mod models;
+#[cfg(feature = "mpi")]
+pub(crate) mod mpirun;
 pub(crate) mod process;
 pub(crate) mod processes;
 pub(crate) mod run;

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::check::Member;
+use super::super::wire;
 use super::super::{CommError, Issued, OpKind, OpTag, Phase};
 use super::arena::Arena;
 use super::heap::Held;
 use super::network::{Frame, Key, Payload, Receipt};
 use super::table::{Cell, Seat};
-use super::wire;
 use super::world::World;
 
 /// How often a rank that waits looks whether the run has been aborted.
@@ -274,7 +274,8 @@ impl<'a> Wait<'a> {
         world.check_alive()?;
         let (rank, kind, tag) = (world.rank, op.kind, op.tag.clone());
         let waited = self.start.elapsed();
-        if !self.is_told && waited >= LOOK {
+        // Before it sleeps, so that the others can name the operation when they lose this rank, or this one loses them.
+        if !self.is_told {
             self.is_told = true;
             world.control.waiting(Some(Issued { rank, kind, tag: tag.clone(), detail: String::new() }));
         }

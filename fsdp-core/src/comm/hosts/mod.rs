@@ -20,7 +20,6 @@ mod output;
 mod rank;
 mod rounds;
 mod table;
-mod wire;
 mod world;
 
 pub use network::{Frame, Inbox, Key, Memory, Network, Payload, Receipt, Span};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::super::CommError;
-use super::super::shared::{PIECE_BYTES, WHOLE_RUNS, pieces};
+use super::super::shared::{PIECE_BYTES, pieces};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
@@ -25,16 +25,7 @@ pub(super) type Fill<'f> =
 impl Output {
     /// Fills the blocks of `rank`, a number of the domain.
     pub(super) fn fill(&self, rank: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
-        self.fill_pieces(rank, PIECE_BYTES, fill)
-    }
-
-    /// The same for copies, in pieces as large as can be.
-    pub(super) fn fill_runs(&self, rank: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
-        self.fill_pieces(rank, WHOLE_RUNS, fill)
-    }
-
-    fn fill_pieces(&self, rank: usize, most_bytes: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
-        for piece in pieces(self.tensors.iter().cloned(), rank, most_bytes) {
+        for piece in pieces(self.tensors.iter().cloned(), rank, PIECE_BYTES) {
             let held = &self.held[piece.tensor];
             assert!(piece.first_byte + piece.num_bytes <= held.len(), "a run lies in its tensor");
             // SAFETY: Blocks of different ranks are disjoint, each is filled by its own rank, once, and nobody reads before
@@ -45,6 +36,23 @@ impl Output {
             fill(piece.tensor, piece.elements, target)?;
         }
         Ok(())
+    }
+
+    /// Copies the blocks of `rank`, each given element after element, as long runs as there are: so it is the system's copy that
+    /// decides whether they pass the cache by.
+    pub(super) fn copy<'b>(&self, rank: usize, blocks: impl Iterator<Item = &'b [u8]>) {
+        for (((layout, elem_bytes), held), block) in self.tensors.iter().zip(&self.held).zip(blocks) {
+            let mut rest = block;
+            for run in layout.runs(rank) {
+                let (offset, len) = (run.start * elem_bytes, run.len() * elem_bytes);
+                assert!(offset + len <= held.len(), "a run lies in its tensor");
+                // SAFETY: As in `fill`.
+                let target = unsafe { held.arena().bytes_mut(held.offset() + offset, len) };
+                let (block, after) = rest.split_at(len);
+                target.copy_from_slice(block);
+                rest = after;
+            }
+        }
     }
 
     /// The blocks of some ranks, to be sent or received.

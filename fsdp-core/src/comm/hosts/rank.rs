@@ -11,13 +11,13 @@ use super::super::call::{Call, CallPart};
 use super::super::past_cache::Store;
 use super::super::shared::SharedTensors;
 use super::super::sum::write_sum;
+use super::super::wire;
 use super::super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
 use super::domain::{Domain, Op, Stage};
 use super::heap::Held;
 use super::network::{Frame, Payload, Receipt, Span};
 use super::output::{Fill, Output, view};
 use super::rounds::{Rounds, window_bytes};
-use super::wire;
 use crate::ShardLayout;
 
 /// Both leaders' agreement, and data of other hosts, as [`Domain::lead`] counts them.
@@ -339,16 +339,16 @@ impl Communicator for HostRank {
         self.domain.ranks.len()
     }
 
+    fn num_sharing(&self) -> usize {
+        self.domain.locals.len()
+    }
+
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         self.domain.member().check_gather(tag, parts)?;
         let call = Call::new(OpKind::AllGather, tag).gather(parts);
         let fill = |_: &mut State, _: &Op, output: &Output| {
-            let mut copied = (0, 0);
-            output.fill_runs(self.domain.rank, &mut |part, _, target| {
-                let start = if copied.0 == part { copied.1 } else { 0 };
-                copied = (part, start + target.len());
-                Ok(target.write_copy_of_slice(&parts[part].shard[start..copied.1]))
-            })
+            output.copy(self.domain.rank, parts.iter().map(|part| &part.shard[..]));
+            Ok(())
         };
         self.shared(&mut self.state(), &call, |_| Ok(()), fill)
     }

@@ -1,13 +1,13 @@
 //! A call as bytes: equal calls are equal bytes, and another rank can read what it was where they differ.
 
-use super::super::call::{Call, CallPart};
-use super::super::{OpKind, OpTag, Phase};
+use super::call::{Call, CallPart};
+use super::{OpKind, OpTag, Phase};
 use crate::{Dtype, ShardLayout};
 
 /// Stands for what a call does not have.
 const NONE: u64 = u64::MAX;
 
-pub(super) fn encode(call: &Call) -> Vec<u8> {
+pub(crate) fn encode(call: &Call) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(64 + call.tag.unit.len() + 48 * call.parts.len());
     let mut put = |number: u64| bytes.extend_from_slice(&number.to_le_bytes());
     put(place(&OpKind::ALL, &call.kind));
@@ -30,7 +30,7 @@ pub(super) fn encode(call: &Call) -> Vec<u8> {
 }
 
 /// `None` if the bytes are not a call.
-pub(super) fn decode(bytes: &[u8]) -> Option<Call> {
+pub(crate) fn decode(bytes: &[u8]) -> Option<Call> {
     let mut rest = bytes;
     let mut next = || {
         let (number, after) = rest.split_first_chunk()?;
@@ -100,5 +100,16 @@ mod tests {
         let bytes = encode(&call(OpKind::AllReduce, Phase::Init, None));
         let head = bytes.len() - "blocks.2".len();
         assert!((0..head).all(|len| decode(&bytes[..len]).is_none()));
+    }
+
+    #[test]
+    fn numbers_that_mean_nothing_are_not_a_call() {
+        let bytes = encode(&call(OpKind::AllReduce, Phase::Init, Some(Dtype::F32)));
+        // Kind and phase; type, shards, cut dimension and dimensions of the first part.
+        for (place, number) in [(0, 99), (1, 99), (8, 99), (9, 0), (10, 7), (11, u64::MAX)] {
+            let mut damaged = bytes.clone();
+            damaged[8 * place..8 * (place + 1)].copy_from_slice(&number.to_le_bytes());
+            assert!(decode(&damaged).is_none(), "{number} at {place}");
+        }
     }
 }

@@ -288,7 +288,9 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
     let profile = profile.to_str().unwrap();
     let text = printed(&["bench", "--ranks", "2", "--max-size", "256KiB", "--repetitions", "2", "--out", profile]);
     assert!(text.contains("all-gather ") && text.contains("memory, copied by all ranks at once: "), "{text}");
-    let plan = ["plan", "--layers", "2", "--width", "64", "--sequence", "64", "--gpus", "2", "--profile", profile];
+    let plan_for =
+        |gpus| ["plan", "--layers", "2", "--width", "64", "--sequence", "64", "--profile", profile, "--gpus", gpus];
+    let plan = plan_for("2");
     assert!(refused(&plan).starts_with("with --profile, the speed of a rank is not known; measure it with "));
     let measured = printed(&[&plan[..], &["--pass-s", "0.05", "--optimizer-s", "0.002"]].concat());
     assert!(measured.contains("measured 2 ranks") && measured.contains("50.00 ms a micro-batch"), "{measured}");
@@ -322,7 +324,7 @@ fn a_profile_prices_collectives_and_needs_the_speed_of_a_rank() {
         ),
         "{text}"
     );
-    let crowded = printed(&[&plan[..], &["--offload", "optimizer=nvme", "--gpus", "8"]].concat());
+    let crowded = printed(&[&plan_for("8")[..], &["--offload", "optimizer=nvme"]].concat());
     assert!(
         crowded.contains("\none rank   600.00 ms a micro-batch of 64 tokens and 400.00 ms a step of "),
         "{crowded}"

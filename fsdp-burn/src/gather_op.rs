@@ -29,6 +29,7 @@ use burn::backend::autodiff::checkpoint::state::BackwardStates;
 use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
@@ -36,6 +37,7 @@ use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use crate::engine::Engine;
+use crate::host::Identity;
 use crate::lora::Adapter;
 use crate::recompute::Pass;
 
@@ -79,7 +81,7 @@ impl fmt::Debug for GatherSite {
 }
 
 /// The two operations that a backend must offer to be sharded.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait ShardOps: Backend {
     /// The whole parameter, from the tensor that the model stores.
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self>;
@@ -89,7 +91,10 @@ pub(crate) trait ShardOps: Backend {
 
 impl ShardOps for Flex {
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
-        site.engine.gather(site.param, stored, site.usage)
+        match site.engine.gather(site.param, Some(Identity::of_memory(stored.bytes())), site.usage) {
+            Some(full) => FlexTensor::from_data(full),
+            None => stored,
+        }
     }
 
     fn capture(gradient: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {

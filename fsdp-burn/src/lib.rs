@@ -57,6 +57,9 @@ mod buffers;
 mod casts;
 mod checkpoint;
 mod clip;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod cube;
+mod device;
 mod distribute;
 mod elementwise;
 mod engine;
@@ -106,10 +109,10 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
-    GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh, ModelShape,
-    NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig,
-    RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig,
-    Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
+    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, DeviceChoice, Dtype,
+    Fate, FieldRule, GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh,
+    ModelShape, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
+    PrefetchConfig, RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic,
+    TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -21,6 +21,8 @@ use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
 #[derive(Clone, Debug)]
 pub struct Rank {
     config: Arc<Config>,
+    /// Without autodiff.
+    device: Device,
     recorder: Arc<dyn Communicator>,
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
@@ -34,13 +36,14 @@ pub struct Rank {
 impl Rank {
     pub(crate) fn new(
         config: Arc<Config>,
+        device: Device,
         communicator: Arc<dyn Communicator>,
         trace: Option<Arc<Trace>>,
     ) -> Result<Self, Error> {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        let rank = Self { config, recorder, traffic, control, trace, tier: Arc::default(), channel: None };
+        let rank = Self { config, device, recorder, traffic, control, trace, tier: Arc::default(), channel: None };
         // At once, so that a directory that cannot be used is known before anything is computed.
         if let Some(key) = rank.config.offload.nvme_key() {
             rank.open_tier(key)?;
@@ -73,12 +76,13 @@ impl Rank {
         &self.config
     }
 
-    /// The device to build the model and its inputs on: with autodiff, and with Burn's balanced gradient checkpointing.
+    /// The device to build the model and its inputs on, which the configuration's `device` says: with autodiff, and with
+    /// Burn's balanced gradient checkpointing.
     ///
     /// Checkpointing is what lets gathered weights go after forward where a layer uses a view of them, as a linear
     /// layer on three dimensions does. It also keeps fewer activations, and gives the same bits.
     pub fn device(&self) -> Device {
-        Device::flex().autodiff().gradient_checkpointing()
+        self.device.clone().autodiff().gradient_checkpointing()
     }
 
     /// Shards a model that this rank has just built. All ranks get rank 0's initial weights and running statistics; what

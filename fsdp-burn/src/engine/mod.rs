@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
     AbortCause, Accumulate, Action, Communicator, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending,
@@ -32,7 +33,7 @@ pub use observe::EngineStats;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
-use crate::host::{self, cut};
+use crate::host::{self, Identity, cut};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::{Dtypes, Summary};
@@ -80,6 +81,8 @@ struct State {
     /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
     /// with].
     masters: Vec<Option<Bytes>>,
+    /// By parameter: the tensor that the model stores, where that is not the memory of what is stored here.
+    lent: Vec<Option<Identity>>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
     local: Vec<Option<FlexTensor>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
@@ -175,6 +178,7 @@ impl Engine {
             schedule,
             stored: vec![Bytes::new(); num_params],
             masters: vec![None; num_params],
+            lent: vec![None; num_params],
             local: vec![None; num_params],
             reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
@@ -321,12 +325,18 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
-    /// The parameter of the model, for one use of it.
+    /// The model stores a tensor on a device, in place of what is stored here.
+    pub(crate) fn lend(&self, param: usize, tensor: Option<Identity>) {
+        self.lock().lent[param] = tensor;
+    }
+
+    /// The whole parameter, for one use of it; `None` where that is what the model stores. `given` is what it stores, as far
+    /// as its backend can tell.
     ///
     /// # Panics
     /// Unwinds with the error when a collective fails: `val()` has no other way to say so.
-    pub(crate) fn gather(&self, param: usize, stored: FlexTensor, usage: Use) -> FlexTensor {
-        match self.try_gather(param, stored, usage) {
+    pub(crate) fn gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Option<TensorData> {
+        match self.try_gather(param, given, usage) {
             Ok(full) => full,
             Err(error) => self.fail(error),
         }
@@ -423,7 +433,7 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_gather(&self, param: usize, given: FlexTensor, usage: Use) -> Result<FlexTensor, Error> {
+    fn try_gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Result<Option<TensorData>, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
         if usage == Use::Backward && state.backward_begins_itself {
@@ -435,7 +445,7 @@ impl Engine {
                 "finish backward first, or use the model's valid()",
             ));
         }
-        self.check_given(&state, param, &given)?;
+        self.check_given(&state, param, given)?;
         let actions = match usage {
             Use::Forward => {
                 if state.last_entered != Some(spec.unit) {
@@ -454,21 +464,23 @@ impl Engine {
         let kind = if usage == Use::Backward { SpanKind::Backward } else { SpanKind::Forward };
         self.computes(&mut state, kind, spec.unit);
         if self.plan.is_resident(spec) {
-            return Ok(given);
+            return Ok(None);
         }
         let position = self.cut_params(spec.unit).position(|(other, _)| other == param);
         match (&state.units[spec.unit].gathered, position) {
             (Gathered::Yes(full), Some(position)) => {
-                Ok(host::flex_tensor(full[position].clone(), spec.layout.shape(), self.dtypes.compute[param]))
+                let full = full[position].clone();
+                Ok(Some(host::tensor_data(full, spec.layout.shape(), self.dtypes.compute[param])))
             }
             _ => unreachable!("the schedule has gathered unit {} before it is used", spec.unit),
         }
     }
 
     /// The model must still store what the engine gathers: a replaced tensor would be silently ignored.
-    fn check_given(&self, state: &State, param: usize, given: &FlexTensor) -> Result<(), Error> {
+    fn check_given(&self, state: &State, param: usize, given: Option<Identity>) -> Result<(), Error> {
         let stored = &state.stored[param];
-        if stored.is_empty() || given.bytes().as_ptr() == stored.as_ptr() {
+        let expected = state.lent[param].or((!stored.is_empty()).then(|| Identity::of_memory(stored)));
+        if expected.is_none() || given.is_none() || given == expected {
             return Ok(());
         }
         let path = &self.plan.params()[param].path;

@@ -23,7 +23,9 @@ where
     let program = Arc::new(Program::new(config, options, num_cores, program));
     let (results, arrivals) = channel();
     // All ranks exist before the first one runs, and possibly fails.
-    let ranks = world.iter().map(|communicator| program.rank(communicator.clone())).collect::<Result<Vec<_>, _>>()?;
+    let ranks = world.iter().enumerate();
+    let ranks = ranks.map(|(number, communicator)| program.rank(communicator.clone(), Some(number)));
+    let ranks = ranks.collect::<Result<Vec<_>, _>>()?;
     for (number, (rank, communicator)) in ranks.into_iter().zip(&world).enumerate() {
         let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let run = move || {

@@ -27,6 +27,7 @@ const CASES: &[Case] = &[
     case("world_size", "", ["world_size = 1", "world_size = 2"], local_parameters),
     case("launcher", "", ["launcher = \"threads\"", "launcher = \"srun\""], started),
     case("rendezvous_port", "", ["rendezvous_port = 4000", "rendezvous_port = 4001"], meeting),
+    case("device", "", ["device = \"flex\"", "device = \"cuda:999\""], device),
     case("mesh", "world_size = 4", ["", "mesh = { replicate = 2, shard = 2 }"], local_parameters),
     case("reshard_after_forward", "world_size = 4", ["", "reshard_after_forward = 2"], gathered_bytes),
     case("timeout_s", "world_size = 2", ["timeout_s = 0.1", "timeout_s = 30.0"], patience),
@@ -127,6 +128,11 @@ fn local_parameters(config: &Config) -> String {
 /// Whether this process is one that the launcher has started.
 fn started(config: &Config) -> String {
     on_ranks(config, |rank| Ok(rank.world_size()))
+}
+
+/// What a rank computes on, or why not.
+fn device(config: &Config) -> String {
+    on_ranks(config, |rank| Ok(format!("{:?}", rank.device())))
 }
 
 /// Where the processes of a run meet.

@@ -18,6 +18,8 @@ mod learner;
 mod lora;
 mod numbers;
 mod offload;
+#[cfg(feature = "cpu")]
+mod on_device;
 mod optimizers;
 #[cfg(feature = "mpi")]
 mod over_mpi;

@@ -27,7 +27,7 @@ const WIDTH: usize = 6;
 
 /// A table in a unit that is the weight of a head in the root unit too, and a scale in two places.
 #[derive(Module, Debug, Sharded)]
-struct Tied {
+pub(crate) struct Tied {
     #[shard(unit)]
     tokens: Embedding,
     #[shard(unit)]

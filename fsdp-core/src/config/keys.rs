@@ -1,6 +1,7 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
 use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+use super::device::DeviceChoice;
 use super::offload::TierShares;
 use super::{Config, print};
 use crate::{Dtype, LauncherChoice, LossScale, Mesh, Stage};
@@ -41,6 +42,8 @@ pub(super) enum Kind {
     NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
     Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// A kind of device.
+    Device { get: fn(&Config) -> DeviceChoice, set: fn(&mut Config, DeviceChoice) },
     /// Yes or no.
     Flag { get: fn(&Config) -> bool, set: fn(&mut Config, bool) },
     /// A path, or nothing.
@@ -75,6 +78,9 @@ impl ConfigKey {
             }
             Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
+            Kind::Device { .. } => {
+                "\"flex\", \"cpu\", \"cuda\", or \"cuda:0\" with the number of a GPU from 0 to 65535".to_owned()
+            }
             Kind::Flag { .. } => "true or false".to_owned(),
             Kind::OptionalPath { .. } => "a path; leave the key out for none".to_owned(),
             Kind::Tiers { .. } => {
@@ -157,6 +163,16 @@ static KEYS: &[ConfigKey] = &[
             get: |config| config.rendezvous_port.map(usize::from),
             set: |config, port| config.rendezvous_port = port.and_then(|port| u16::try_from(port).ok()),
         },
+    },
+    ConfigKey {
+        table: "",
+        name: "device",
+        meaning: "What ranks compute on: \"flex\" the processor; \"cuda\" an NVIDIA GPU each, by their number on the host; \
+                  \"cuda:0\" one GPU, by its number, together; \"cpu\" the processor, with the kernels of GPUs, for tests. All \
+                  but \"flex\" need the feature of their name (`cuda`, `cpu`) where the program is built.",
+        cost: "On a GPU blocks, gradients and optimizer state stay in host memory: what is gathered is copied to the GPU, and \
+               gradients back. \"cpu\" takes many times as long as \"flex\".",
+        kind: Kind::Device { get: |config| config.device, set: |config, device| config.device = device },
     },
     ConfigKey {
         table: "",

@@ -1,6 +1,7 @@
 //! From a tree of keys to a checked [`Config`]. Nothing in the tree is ignored: what has no key is an error.
 
 use super::Config;
+use super::device::DeviceChoice;
 use super::error::{ConfigError, Location, Place};
 use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
@@ -117,7 +118,7 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
         // An element type that no precision can be set to is beyond the names.
         Kind::Choice { names, get, .. } => (get(config) < names.len(), "another type".to_owned()),
         // These are valid since they were made.
-        Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
+        Kind::Device { .. } | Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
     };
     if valid { Ok(()) } else { Err(out_of_range(at(), key.path(), key.allowed(), got)) }
 }
@@ -218,6 +219,14 @@ impl Reader<'_> {
             },
             (Kind::Flag { set, .. }, Value::Bool(flag)) => set(&mut self.config, flag),
             (Kind::OptionalPath { set, .. }, Value::Text(path)) => set(&mut self.config, Some(path)),
+            (Kind::Device { set, .. }, Value::Text(name)) => match DeviceChoice::named(&name) {
+                Some(device) => set(&mut self.config, device),
+                None => {
+                    let (at, allowed) = (self.at(place), DeviceChoice::NAMES);
+                    let nearest = nearest(&name, allowed.iter().copied());
+                    return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
+                }
+            },
             (Kind::Tiers { set, .. }, Value::Text(name)) => match TierShares::named(&name) {
                 Some(placement) => set(&mut self.config, placement),
                 None => {
@@ -355,7 +364,7 @@ mod tests {
         assert_eq!(
             refusal("[schedule]\nlr = 1"),
             "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `launcher`, \
-             `rendezvous_port`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
+             `rendezvous_port`, `device`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
              `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");

@@ -1,0 +1,116 @@
+//! The ops of this crate on Burn's Cube backend, which is that of GPUs.
+//!
+//! [Note: Host memory beside a device]
+//! The engine knows host memory only. Blocks, reduced gradients and optimizer state stay there, and travel and are stepped as
+//! on the CPU backend; so stages agree bit for bit here too. What a device holds is what it computes with: a whole parameter
+//! is copied to it when it is used and dropped with the graph that holds it, and a whole gradient is copied back when
+//! backward has made it. Below stage 3 whole parameters stay on the device, as they stay in memory elsewhere.
+//!
+//! These functions run on the thread of the rank, and a copy back waits there for the device. They must not wait for other
+//! ranks anywhere else: the thread of a device, and that of fused operations, belong to all ranks that share the device.
+
+use std::any::Any;
+
+use burn::backend::flex::FlexTensor;
+use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Cube, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Tensor, TensorData};
+use burn_cubecl::cubecl::future::block_on;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::Error;
+use crate::engine::EngineFailed;
+use crate::gather_op::{GatherSite, ShardOps};
+use crate::host::{Identity, off_device};
+use crate::lora::{AdaptOps, AdaptedSite, adapt};
+use crate::nn::GeluOps;
+use crate::recompute::{Erased, Part, RecomputeOps};
+use crate::sum_op::{Site, SumOps};
+
+type CubeFloat = FloatTensor<Cube>;
+
+/// What a device calls the tensor's memory. With fusion there may be none yet.
+fn identity(tensor: &CubeFloat) -> Option<Identity> {
+    let tensor = (tensor as &dyn Any).downcast_ref::<CubeTensor>()?;
+    Some(Identity(tensor.handle.clone().binding().memory.id().value))
+}
+
+/// As [`identity`], of a tensor that is on a device.
+pub(crate) fn identity_of<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
+    tensor.clone().inner().try_into_primitive::<Cube>().ok().as_ref().and_then(identity)
+}
+
+fn to_device(data: TensorData, device: &<Cube as burn::backend::BackendTypes>::Device) -> CubeFloat {
+    Cube::float_from_data(data, device)
+}
+
+/// Waits for the device.
+fn to_host(tensor: CubeFloat) -> FlexTensor {
+    match block_on(Cube::float_into_data(tensor)) {
+        Ok(data) => FlexTensor::from_data(off_device(data)),
+        Err(error) => std::panic::resume_unwind(Box::new(EngineFailed(Error::program(format!(
+            "the device has failed: {error:?}; go on from the last checkpoint"
+        ))))),
+    }
+}
+
+impl ShardOps for Cube {
+    fn gather(stored: CubeFloat, site: GatherSite) -> CubeFloat {
+        match site.engine.gather(site.param, identity(&stored), site.usage) {
+            Some(full) => to_device(full, &stored.device()),
+            None => stored,
+        }
+    }
+
+    fn capture(gradient: CubeFloat, site: GatherSite) -> CubeFloat {
+        let device = gradient.device();
+        site.engine.capture(site.param, to_host(gradient));
+        Cube::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)
+    }
+}
+
+impl AdaptOps for Cube {
+    fn gather_adapted(stored: CubeFloat, a: CubeFloat, b: CubeFloat, site: AdaptedSite) -> CubeFloat {
+        adapt::<Cube>(stored, a, b, &site)
+    }
+}
+
+impl SumOps for Cube {
+    fn sum_over_ranks(x: CubeFloat, site: Site) -> CubeFloat {
+        let device = x.device();
+        to_device(site.engine().sum_in_forward(to_host(x)).into_data(), &device)
+    }
+
+    fn sum_over_ranks_backward(gradient: CubeFloat, site: Site) -> CubeFloat {
+        let device = gradient.device();
+        to_device(site.engine().sum_in_backward(to_host(gradient)).into_data(), &device)
+    }
+}
+
+impl RecomputeOps for Cube {
+    fn run(input: CubeFloat, part: Part) -> CubeFloat {
+        cube((part.forward)(Erased::Cube(input)))
+    }
+
+    fn run_again(input: CubeFloat, gradient: CubeFloat, part: Part) -> CubeFloat {
+        cube((part.backward)(Erased::Cube(input), Erased::Cube(gradient)))
+    }
+}
+
+fn cube(tensor: Erased) -> CubeFloat {
+    match tensor {
+        Erased::Cube(tensor) => tensor,
+        Erased::Flex(_) => unreachable!("{}", Erased::ELSEWHERE),
+    }
+}
+
+impl GeluOps for Cube {
+    fn fused_gelu(x: CubeFloat) -> CubeFloat {
+        Cube::gelu(x)
+    }
+
+    fn fused_gelu_backward(x: CubeFloat, gradient: CubeFloat) -> CubeFloat {
+        Cube::gelu_backward(x, gradient)
+    }
+}

@@ -4,10 +4,10 @@
 //! The engine knows host memory only. Blocks, reduced gradients and optimizer state stay there, and travel and are stepped as
 //! on the CPU backend; so stages agree bit for bit here too. What a device holds is what it computes with: a whole parameter
 //! is copied to it when it is used and dropped with the graph that holds it, and a whole gradient is copied back when
-//! backward has made it. Below stage 3 whole parameters stay on the device, as they stay in memory elsewhere.
+//! backward has made it, which the thread of the reductions waits for. Below stage 3 whole parameters stay on the device, as they stay in memory elsewhere.
 //!
-//! These functions run on the thread of the rank, and a copy back waits there for the device. They must not wait for other
-//! ranks anywhere else: the thread of a device, and that of fused operations, belong to all ranks that share the device.
+//! These functions run on the thread of the rank. Nothing may wait for other ranks on the thread of a device, or on that of
+//! fused operations: they belong to all ranks that share the device.
 
 use std::any::Any;
 
@@ -15,12 +15,14 @@ use burn::backend::flex::FlexTensor;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Cube, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Tensor, TensorData};
+use burn::tensor::{Bytes, FloatDType, Shape, Tensor, TensorData};
 use burn_cubecl::cubecl::future::block_on;
+use burn_cubecl::cubecl::server::CopyDescriptor;
+use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::Error;
-use crate::engine::EngineFailed;
+use crate::engine::{Coming, EngineFailed, Whole};
 use crate::gather_op::{GatherSite, ShardOps};
 use crate::host::{Identity, off_device};
 use crate::lora::{AdaptOps, AdaptedSite, adapt};
@@ -49,10 +51,35 @@ fn to_device(data: TensorData, device: &<Cube as burn::backend::BackendTypes>::D
 fn to_host(tensor: CubeFloat) -> FlexTensor {
     match block_on(Cube::float_into_data(tensor)) {
         Ok(data) => FlexTensor::from_data(off_device(data)),
-        Err(error) => std::panic::resume_unwind(Box::new(EngineFailed(Error::program(format!(
-            "the device has failed: {error:?}; go on from the last checkpoint"
-        ))))),
+        Err(error) => std::panic::resume_unwind(Box::new(EngineFailed(failed(error)))),
     }
+}
+
+/// Begins to copy a tensor to host memory, and does not wait: the copy takes its place among what the device has to do, so it
+/// is of the tensor as it is now. With fusion it is not known what there is to copy, and this waits.
+fn coming(tensor: CubeFloat) -> Whole {
+    let Some(cube) = (&tensor as &dyn Any).downcast_ref::<CubeTensor>().cloned() else {
+        return Whole::Here(to_host(tensor));
+    };
+    drop(tensor);
+    let cube = into_contiguous_aligned(cube);
+    let (shape, strides, dtype) = (cube.meta.shape().clone(), cube.meta.strides().clone(), cube.dtype);
+    let copy = CopyDescriptor::new(cube.handle.binding(), shape.clone(), strides, dtype.size());
+    let read = cube.client.read_tensor_async(vec![copy]);
+    let of_shape = shape.clone();
+    let wait = move || match block_on(read) {
+        Ok(mut bytes) => {
+            // A copy, since what the device has copied to lies in memory of which there is little.
+            let bytes = Bytes::from_bytes_vec(bytes.remove(0).to_vec());
+            Ok(FlexTensor::from_data(TensorData::from_bytes(bytes, of_shape, dtype)))
+        }
+        Err(error) => Err(failed(error)),
+    };
+    Whole::Coming(Coming { shape, dtype, wait: Box::new(wait) })
+}
+
+fn failed(error: impl std::fmt::Debug) -> Error {
+    Error::program(format!("the device has failed: {error:?}; go on from the last checkpoint"))
 }
 
 impl ShardOps for Cube {
@@ -65,7 +92,7 @@ impl ShardOps for Cube {
 
     fn capture(gradient: CubeFloat, site: GatherSite) -> CubeFloat {
         let device = gradient.device();
-        site.engine.capture(site.param, to_host(gradient));
+        site.engine.capture(site.param, coming(gradient));
         Cube::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)
     }
 }

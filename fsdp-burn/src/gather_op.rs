@@ -36,7 +36,7 @@ use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_e
 use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Whole};
 use crate::host::Identity;
 use crate::lora::Adapter;
 use crate::recompute::Pass;
@@ -99,7 +99,7 @@ impl ShardOps for Flex {
 
     fn capture(gradient: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
         let device = gradient.device();
-        site.engine.capture(site.param, gradient);
+        site.engine.capture(site.param, Whole::Here(gradient));
         Flex::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)
     }
 }

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use burn::backend::Flex;
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{
-    Action, CommError, Communicator, Dtype, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout,
-    SpanKind, UnitIndex,
+    AbortCause, Action, CommError, Communicator, Dtype, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart,
+    ShardLayout, SpanKind, UnitIndex,
 };
 
 use super::missing::{missing_gradient, present_gradient};
 use super::tiers::Reduced;
-use super::{Engine, Gathered, State, size_bytes};
+use super::{Engine, Gathered, State, Whole};
 use crate::Error;
 use crate::host::{self, cut};
 
@@ -148,16 +149,14 @@ impl Engine {
         let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
         for (param, spec) in params {
             let (local, dtype) = (state.local[param].take(), self.dtypes.reduce[param]);
-            state.held.local -= local.as_ref().map_or(0, size_bytes);
+            state.held.local -= local.as_ref().map_or(0, Whole::size_bytes);
+            bytes += spec.layout.full_len() * dtype.size_bytes();
             let full = match local {
-                Some(gradient) => {
-                    let gradient = Flex::float_cast(gradient, host::burn_dtype(dtype).into());
-                    present_gradient(gradient, &spec.layout, dtype)
-                }
-                None => missing_gradient(spec.layout.full_len(), dtype),
+                Some(Whole::Here(gradient)) => Full::Here(as_sent(gradient, &spec.layout, dtype)),
+                Some(coming) => Full::Coming(coming),
+                None => Full::Here(missing_gradient(spec.layout.full_len(), dtype)),
             };
-            bytes += full.len();
-            let part = |layout| ReducePart { full, layout, dtype };
+            let part = |layout| SentPart { full, layout, dtype };
             if spec.is_split() {
                 split.push(part(spec.layout));
             } else {
@@ -213,10 +212,47 @@ impl Engine {
     }
 }
 
+/// A gradient in the type that it is sent in.
+fn as_sent(gradient: FlexTensor, layout: &ShardLayout, dtype: Dtype) -> Bytes {
+    present_gradient(Flex::float_cast(gradient, host::burn_dtype(dtype).into()), layout, dtype)
+}
+
+/// A gradient that is to be reduced.
+struct SentPart {
+    full: Full,
+    layout: ShardLayout,
+    dtype: Dtype,
+}
+
+enum Full {
+    Here(Bytes),
+    /// It is waited for where the reduction runs, so that a device goes on with backward meanwhile.
+    Coming(Whole),
+}
+
+impl SentPart {
+    fn wait(self, world: &dyn Communicator) -> Result<ReducePart, CommError> {
+        let Self { full, layout, dtype } = self;
+        let full = match full {
+            Full::Here(full) => full,
+            Full::Coming(gradient) => match gradient.wait() {
+                Ok(gradient) => as_sent(gradient, &layout, dtype),
+                Err(error) => {
+                    let rank = world.rank();
+                    let cause = AbortCause::RankFailed { rank, message: error.to_string() };
+                    world.abort(cause.clone());
+                    return Err(CommError::Aborted { rank, cause });
+                }
+            },
+        };
+        Ok(ReducePart { full, layout, dtype })
+    }
+}
+
 /// One unit's reduction, as it runs on the communication thread.
 struct ReduceJob {
-    split: Vec<ReducePart>,
-    whole: Vec<ReducePart>,
+    split: Vec<SentPart>,
+    whole: Vec<SentPart>,
     tag: OpTag,
     reduce: Reduce,
     shard: Arc<dyn Communicator>,
@@ -227,28 +263,31 @@ impl ReduceJob {
     /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum; but half precision
     /// is divided by the shards first, so that no partial sum overflows, and is added up over replicas in float32.
     fn run(self, world: &dyn Communicator) -> Result<Vec<Bytes>, CommError> {
+        let waited =
+            |parts: Vec<SentPart>| parts.into_iter().map(|part| part.wait(world)).collect::<Result<Vec<_>, _>>();
+        let (split, whole) = (waited(self.split)?, waited(self.whole)?);
         let mut reduced = Vec::new();
-        if !self.split.is_empty() {
+        if !split.is_empty() {
             reduced = match &self.replicas {
-                None => self.shard.reduce_scatter(&self.tag, &self.split, self.reduce)?,
+                None => self.shard.reduce_scatter(&self.tag, &split, self.reduce)?,
                 Some(replicas) => {
-                    let is_half = self.split.iter().any(|part| part.dtype.size_bytes() < 4);
+                    let is_half = split.iter().any(|part| part.dtype.size_bytes() < 4);
                     let num_shards = if is_half { self.shard.world_size() } else { 1 };
-                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::mean(num_shards))?;
+                    let blocks = self.shard.reduce_scatter(&self.tag, &split, Reduce::mean(num_shards))?;
                     let part = |(block, part): (Bytes, &ReducePart)| {
                         let dtype = sum_over_replicas(part.dtype);
                         let full = host::cast(&block, part.dtype, dtype);
                         let layout = ShardLayout::new(&[full.len() / dtype.size_bytes()], 0, replicas.world_size());
                         ReducePart { full, layout, dtype }
                     };
-                    let parts: Vec<_> = blocks.into_iter().zip(&self.split).map(part).collect();
+                    let parts: Vec<_> = blocks.into_iter().zip(&split).map(part).collect();
                     let rest = Reduce { scale: self.reduce.scale * num_shards as f64 };
                     replicas.all_reduce(&self.tag, &parts, rest)?
                 }
             };
         }
-        if !self.whole.is_empty() {
-            reduced.extend(world.all_reduce(&self.tag, &self.whole, self.reduce)?);
+        if !whole.is_empty() {
+            reduced.extend(world.all_reduce(&self.tag, &whole, self.reduce)?);
         }
         Ok(reduced)
     }

@@ -13,14 +13,14 @@ mod observe;
 mod settings;
 mod sum;
 mod tiers;
+mod whole;
 
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::backend::flex::FlexTensor;
-use burn::backend::{Backend, TensorMetadata};
+use burn::backend::Backend;
 use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
@@ -30,6 +30,9 @@ use fsdp_core::{
 };
 
 pub use observe::EngineStats;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+pub(crate) use whole::Coming;
+pub(crate) use whole::Whole;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
@@ -84,7 +87,7 @@ struct State {
     /// By parameter: the tensor that the model stores, where that is not the memory of what is stored here.
     lent: Vec<Option<Identity>>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
-    local: Vec<Option<FlexTensor>>,
+    local: Vec<Option<Whole>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
     reduced: Vec<Option<Reduced>>,
     units: Vec<UnitBuffers>,
@@ -179,7 +182,7 @@ impl Engine {
             stored: vec![Bytes::new(); num_params],
             masters: vec![None; num_params],
             lent: vec![None; num_params],
-            local: vec![None; num_params],
+            local: (0..num_params).map(|_| None).collect(),
             reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
             tiers: Tiers::new(num_params, plan.units().len()),
@@ -346,7 +349,7 @@ impl Engine {
     ///
     /// # Panics
     /// As [`Engine::gather`].
-    pub(crate) fn capture(&self, param: usize, gradient: FlexTensor) {
+    pub(crate) fn capture(&self, param: usize, gradient: Whole) {
         if let Err(error) = self.try_capture(param, gradient) {
             self.fail(error);
         }
@@ -542,9 +545,4 @@ impl Engine {
         }
         std::panic::resume_unwind(Box::new(EngineFailed(error)))
     }
-}
-
-/// Size of a tensor's elements, in bytes.
-fn size_bytes(tensor: &FlexTensor) -> usize {
-    tensor.shape().num_elements() * tensor.dtype().size()
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use fsdp_burn::{Config, DeviceChoice, Error, Stage, Translated};
+use fsdp_burn::{Config, DeviceChoice, Error, Exchange, Stage, Translated};
 
 use crate::{Failure, GptConfig, parse_bytes};
 
@@ -27,6 +27,9 @@ pub struct Args {
     /// What ranks compute on, in place of the configuration's: flex, cuda, cuda:0, cpu
     #[arg(long, value_name = "DEVICE", value_parser = device)]
     pub device: Option<DeviceChoice>,
+    /// By which way ranks on devices exchange parameters and gradients: host, device, "device inline"
+    #[arg(long, value_name = "WAY", value_parser = collectives)]
+    pub collectives: Option<Exchange>,
     /// Text to learn [default: the documents and sources of this project]
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
@@ -134,6 +137,9 @@ impl Args {
         if let Some(device) = self.device {
             config.device = device;
         }
+        if let Some(collectives) = self.collectives {
+            config.collectives = collectives;
+        }
         config.validate()?;
         // As many ranks as a launcher has started, unless something else is asked for.
         let of_launcher = Config { world_size: 1, ..config.clone() };
@@ -211,4 +217,9 @@ impl Args {
 
 fn device(name: &str) -> Result<DeviceChoice, String> {
     DeviceChoice::named(name).ok_or_else(|| format!("devices are {}", DeviceChoice::NAMES.join(", ")))
+}
+
+fn collectives(name: &str) -> Result<Exchange, String> {
+    let found = Exchange::ALL.iter().copied().find(|collectives| collectives.name() == name);
+    found.ok_or_else(|| format!("ways are {}", Exchange::NAMES.join(", ")))
 }

@@ -1,5 +1,5 @@
 //! Checks in less than eight minutes, after the build, that GPUs train as they should, and prints a table: parity with the
-//! processor, steps with and without gathers ahead, memory beside its prediction, growth, tokens per second beside PyTorch's
+//! processor, steps by every way between devices, memory beside its prediction, growth, tokens per second beside PyTorch's
 //! FSDP2, and the share of the device's matrix rate.
 //!
 //!     cargo run --release --features fsdp-examples/cuda --example gpu_check
@@ -16,7 +16,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use clap::Parser;
 use fsdp_burn::{
-    Config, DeviceChoice, Dtype, Error, FusedAdamW, OptimizerKind, PrefetchConfig, Rank, Stage, human_bytes, launch,
+    Config, DeviceChoice, Dtype, Error, Exchange, FusedAdamW, OptimizerKind, Rank, Stage, human_bytes, launch,
 };
 use fsdp_core::Table;
 use fsdp_examples::{GptConfig, Text, activations};
@@ -157,9 +157,9 @@ impl Run {
             device.sync().map_err(|error| Error::program(format!("the device has failed: {error:?}")))?;
             seen.step_s.push(begun.elapsed().as_secs_f64());
             seen.losses.push(rank.mean(f64::from(loss.into_scalar::<f32>()))?);
-            if let Some(usage) = device.memory_pool_usage() {
-                seen.used_bytes.push(usage.bytes_in_use);
-                seen.reserved_bytes = usage.bytes_reserved;
+            if let Some(memory) = rank.device_memory() {
+                seen.used_bytes.push(memory.used_bytes);
+                seen.reserved_bytes = memory.reserved_bytes;
             }
         }
         Ok(seen)
@@ -176,20 +176,29 @@ fn parity(
 ) -> Result<(), Error> {
     let model = if args.small { TINY } else { SMALL };
     let run = Run { model, batch: 2, steps: if args.small { 2 } else { 5 }, built_on_the_processor: true };
-    let mut places = vec![("one device".to_owned(), shared, 1), ("2 ranks on one device".into(), shared, 2)];
+    use Exchange::{Device as Between, Host};
+    let mut places = vec![
+        ("one device".to_owned(), shared, 1, Host),
+        ("2 ranks on one device".into(), shared, 2, Host),
+        ("2 ranks on one device, within it".into(), shared, 2, Between),
+    ];
     if ranks > 1 && own != shared {
-        places.push((format!("{ranks} devices"), own, ranks));
+        places.push((format!("{ranks} devices"), own, ranks, Host));
+        places.push((format!("{ranks} devices, by NCCL"), own, ranks, Between));
     }
-    for (place, device, world_size) in places {
+    for (place, device, world_size, collectives) in places {
         let expected = run.on(&config(DeviceChoice::Flex, Stage::Ddp, world_size))?.losses;
-        let all: Vec<_> = Stage::ALL.iter().map(|&stage| run.on(&config(device, stage, world_size))).collect();
+        let on = |stage| Config { collectives, ..config(device, stage, world_size) };
+        let all: Vec<_> = Stage::ALL.iter().map(|&stage| run.on(&on(stage))).collect();
         let all: Vec<_> = all.into_iter().map(|seen| Ok(seen?.losses)).collect::<Result<_, Error>>()?;
         let differences = all.iter().flatten().zip(expected.iter().cycle()).map(|(a, b)| (a - b).abs() / b.abs());
         let largest = differences.fold(0.0, f64::max);
         let bar = (format!("at most {PARITY:e}"), largest <= PARITY);
         rows.push((format!("{place}: losses against the processor"), format!("{largest:.1e}"), Some(bar)));
         let same = all.iter().all(|losses| *losses == all[0]);
-        rows.push((format!("{place}: all stages"), same_bits(same).into(), Some(("the same bits".into(), same))));
+        // NCCL adds in an order of its own.
+        let bar = (device == shared).then(|| ("the same bits".to_owned(), same));
+        rows.push((format!("{place}: all stages"), same_bits(same).into(), bar));
     }
     Ok(())
 }
@@ -209,26 +218,26 @@ fn speed(
 ) -> Result<(), Error> {
     let (batch, steps) = if args.small { (1, 3) } else { (8, 12) };
     let run = Run { model: model.clone(), batch, steps, built_on_the_processor: false };
-    let timed = |stage, depth| {
-        let mut config = config(device, stage, ranks);
-        config.prefetch = PrefetchConfig { forward: depth, backward: depth, max_bytes: None };
+    let timed = |stage, collectives| {
+        let mut config = Config { collectives, ..config(device, stage, ranks) };
         if device != DeviceChoice::Cpu {
             config.precision.parameters = Dtype::Bf16;
         }
         run.on(&config)
     };
     let tokens = (ranks * batch * model.sequence) as f64;
-    let plain = timed(Stage::Ddp, 1)?;
+    let plain = timed(Stage::Ddp, Exchange::Host)?;
     let plain_s = median(&plain.step_s);
     rows.push((format!("{ranks} ranks: stage 0, step"), format!("{plain_s:.3} s"), None));
     let mut best_s = f64::INFINITY;
-    for (what, depth) in [("gathers ahead", 1), ("no gathers ahead", 0)] {
-        let seen = timed(Stage::Parameters, depth)?;
+    for collectives in Exchange::ALL.iter().copied() {
+        let seen = timed(Stage::Parameters, collectives)?;
         let step_s = median(&seen.step_s);
+        let is_first = collectives == Exchange::Host;
         let bar = (format!("at most {SLOWER} of stage 0"), step_s <= SLOWER * plain_s);
-        let bar = (ranks == 1 && !args.small && depth == 1).then_some(bar);
-        rows.push((format!("{ranks} ranks: stage 3, {what}, step"), format!("{step_s:.3} s"), bar));
-        if depth == 1 {
+        let bar = (ranks == 1 && !args.small && is_first).then_some(bar);
+        rows.push((format!("{ranks} ranks: stage 3, by \"{collectives}\", step"), format!("{step_s:.3} s"), bar));
+        if is_first {
             let [held, predicted] = [seen.reserved_bytes, seen.predicted_bytes].map(human_bytes);
             rows.push(("stage 3: reserved on a device".into(), format!("{held}, predicted {predicted}"), None));
         }

@@ -1,7 +1,9 @@
 //! From the key `device` to one of Burn's devices, or to what is missing for it.
 
+use std::sync::Arc;
+
 use burn::tensor::{Device, Tensor};
-use fsdp_core::{DeviceChoice, Dtype};
+use fsdp_core::{Config, DeviceChoice, Dtype, Exchange};
 
 use crate::Error;
 use crate::host::{self, Identity};
@@ -10,11 +12,29 @@ use crate::host::{self, Identity};
 ///
 /// # Errors
 /// If the program is built without the feature that the device needs, or the machine has no such device.
-pub(crate) fn open(choice: DeviceChoice, local_rank: Option<usize>) -> Result<Device, Error> {
-    match choice {
+pub(crate) fn open(config: &Config, local_rank: Option<usize>) -> Result<Device, Error> {
+    match config.device {
         DeviceChoice::Flex => Ok(Device::flex()),
         DeviceChoice::Cpu => cpu(),
-        DeviceChoice::Cuda | DeviceChoice::CudaAt(_) => cuda(choice, local_rank),
+        DeviceChoice::Cuda | DeviceChoice::CudaAt(_) => cuda(config, local_rank),
+    }
+}
+
+/// Memory of a device that Burn has taken for tensors, of all ranks of this process that compute on it. What the driver, NCCL and
+/// kernels take for themselves is not in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Bytes that tensors use.
+    pub used_bytes: u64,
+    /// Bytes that are held for tensors, used or not. They only grow, so at the end this is the most that was needed.
+    pub reserved_bytes: u64,
+}
+
+impl DeviceMemory {
+    /// Of a device that has memory of its own, or tells as if it had.
+    pub(crate) fn of(device: &Device) -> Option<Self> {
+        let usage = device.memory_pool_usage()?;
+        Some(Self { used_bytes: usage.bytes_in_use, reserved_bytes: usage.bytes_reserved })
     }
 }
 
@@ -47,6 +67,22 @@ pub(crate) fn identity<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
     unreachable!("{:?} is a device that the program is built without", tensor.device())
 }
 
+/// Where ranks that are threads and share a device post its tensors; nothing where the program is built without devices.
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+pub(crate) use crate::peers::Board;
+#[cfg(not(any(feature = "cuda", feature = "cpu")))]
+#[derive(Debug)]
+pub(crate) enum Board {}
+
+/// The board of the threads that are the ranks of `config`, if they need one.
+pub(crate) fn board(config: &Config) -> Option<Arc<Board>> {
+    let is_needed = config.collectives != Exchange::Host && config.device.is_shared(config.world_size);
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    return is_needed.then(|| Board::new(config.world_size, config.timeout()));
+    #[cfg(not(any(feature = "cuda", feature = "cpu")))]
+    None.filter(|_| is_needed)
+}
+
 fn refused(choice: DeviceChoice, problem: impl Into<String>, remedy: &'static str) -> Error {
     Error::Device { device: choice, problem: problem.into(), remedy }
 }
@@ -66,18 +102,22 @@ fn cpu() -> Result<Device, Error> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(choice: DeviceChoice, _: Option<usize>) -> Result<Device, Error> {
+fn cuda(config: &Config, _: Option<usize>) -> Result<Device, Error> {
     Err(refused(
-        choice,
+        config.device,
         "the program is built without it",
         "build it with the feature `cuda` of fsdp-burn, or leave the key out",
     ))
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(choice: DeviceChoice, local_rank: Option<usize>) -> Result<Device, Error> {
+fn cuda(config: &Config, local_rank: Option<usize>) -> Result<Device, Error> {
     use burn::tensor::DeviceType;
 
+    let choice = config.device;
+    if config.collectives != Exchange::Host && !choice.is_shared(config.world_size) {
+        crate::peers::check_nccl(choice)?;
+    }
     let Some(number) = choice.gpu(local_rank) else {
         return Err(refused(
             choice,
@@ -121,59 +161,4 @@ fn try_out(choice: DeviceChoice, device: &Device) -> Result<(), Error> {
         problem,
         "update NVIDIA's driver, and see with `nvidia-smi` whether the GPU is free and healthy",
     ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn refusal(choice: DeviceChoice, local_rank: Option<usize>) -> String {
-        open(choice, local_rank).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn the_processor_is_always_there() {
-        let device = open(DeviceChoice::Flex, None).unwrap();
-        assert!(is_host(&device) && is_host(&device.autodiff().gradient_checkpointing()));
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[test]
-    fn a_gpu_that_the_program_is_not_built_for_is_refused_with_the_feature_to_build_it_with() {
-        let refused = refusal(DeviceChoice::CudaAt(3), Some(0));
-        assert!(refused.starts_with("device = \"cuda:3\": ") && refused.contains("the feature `cuda`"), "{refused}");
-    }
-
-    #[cfg(not(feature = "cpu"))]
-    #[test]
-    fn kernels_that_the_program_is_not_built_with_are_refused_with_the_feature_to_build_it_with() {
-        let refused = refusal(DeviceChoice::Cpu, Some(0));
-        assert!(refused.starts_with("device = \"cpu\": ") && refused.contains("the feature `cpu`"), "{refused}");
-    }
-
-    #[cfg(feature = "cuda")]
-    #[test]
-    fn a_gpu_that_is_not_there_is_refused_with_what_to_install_or_to_change() {
-        let untold = refusal(DeviceChoice::Cuda, None);
-        assert!(untold.contains("LOCAL_RANK") && untold.contains("cuda:0"), "{untold}");
-        let num_gpus = Device::enumerate(burn::tensor::DeviceType::Cuda).into_iter().count();
-        let refused = [refusal(DeviceChoice::Cuda, Some(num_gpus)), refusal(DeviceChoice::CudaAt(999), None)];
-        for refused in refused {
-            match num_gpus {
-                0 => assert!(refused.contains("libcuda.so.1") && refused.contains("nvidia-smi"), "{refused}"),
-                _ => assert!(refused.contains(&format!("this host has {num_gpus}")), "{refused}"),
-            }
-        }
-    }
-
-    #[cfg(feature = "cpu")]
-    #[test]
-    fn an_element_type_that_a_device_cannot_compute_in_is_refused_by_name() {
-        let device = open(DeviceChoice::Cpu, None).unwrap();
-        assert!(!is_host(&device));
-        check_dtypes(DeviceChoice::Cpu, &device, [Dtype::F32, Dtype::F64].into_iter()).unwrap();
-        let refused = check_dtypes(DeviceChoice::Cpu, &device, [Dtype::F32, Dtype::Bf16].into_iter());
-        let refused = refused.unwrap_err().to_string();
-        assert!(refused.starts_with("device = \"cpu\": it cannot compute in bf16"), "{refused}");
-    }
 }

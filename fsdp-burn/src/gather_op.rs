@@ -36,7 +36,7 @@ use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_e
 use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
-use crate::engine::{Engine, Whole};
+use crate::engine::{Engine, Lent, Whole};
 use crate::host::Identity;
 use crate::lora::Adapter;
 use crate::recompute::Pass;
@@ -92,7 +92,9 @@ pub(crate) trait ShardOps: Backend {
 impl ShardOps for Flex {
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
         match site.engine.gather(site.param, Some(Identity::of_memory(stored.bytes())), site.usage) {
-            Some(full) => FlexTensor::from_data(full),
+            Some(Lent::Host(full)) => FlexTensor::from_data(full),
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            Some(Lent::OnDevice(_)) => unreachable!("ranks on processors exchange nothing between devices"),
             None => stored,
         }
     }

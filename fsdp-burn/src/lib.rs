@@ -77,6 +77,8 @@ mod model;
 pub mod nn;
 mod offload;
 mod optim;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod peers;
 mod precision;
 mod random;
 mod rank;
@@ -91,6 +93,7 @@ mod weights;
 
 pub use casts::{cast_input, cast_output};
 pub use checkpoint::Loaded;
+pub use device::DeviceMemory;
 pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::{FusedAdamW, FusedAdamWState};
@@ -110,9 +113,9 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
     Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, DeviceChoice, Dtype,
-    Fate, FieldRule, GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh,
-    ModelShape, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig,
-    PrefetchConfig, RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic,
-    TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
+    Exchange, Fate, FieldRule, GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale,
+    MemoryEstimate, Mesh, ModelShape, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning,
+    PrecisionConfig, PrefetchConfig, RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats,
+    Trace, Traffic, TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

@@ -107,6 +107,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             None => module,
         };
         let links = Links::new(rank.communicator().as_ref(), &mesh, config.resharding())?;
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        let links = links.with_devices(rank)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
         refuse_unmanaged_adapters(&entries, &managed)?;

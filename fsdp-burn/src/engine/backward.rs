@@ -6,8 +6,6 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use burn::backend::Flex;
-use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
 
@@ -97,14 +95,12 @@ impl Engine {
             // Multiplying by 1 changes nothing but the time it takes.
             let gradient = match state.weight {
                 1.0 => gradient,
-                weight => Whole::Here(Flex::float_mul_scalar(gradient.wait()?, weight.into())),
+                weight => gradient.times(weight)?,
             };
             let sum = match state.local[param].take() {
                 Some(sum) => {
                     state.held.local -= sum.size_bytes();
-                    let dtype = host::burn_dtype(self.dtypes.master[param]).into();
-                    let [sum, gradient] = [sum.wait()?, gradient.wait()?];
-                    Whole::Here(Flex::float_add(Flex::float_cast(sum, dtype), Flex::float_cast(gradient, dtype)))
+                    sum.plus(gradient, host::float_dtype(self.dtypes.master[param]))?
                 }
                 None => gradient,
             };

@@ -21,6 +21,8 @@ impl Engine {
     pub(super) fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
         for action in actions {
             match action {
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Action::Gather(unit) if self.links.devices.is_some() => self.start_exchange(state, unit)?,
                 Action::Gather(unit) => {
                     let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
                     let part = |param| Ok(self.rounded_part(param, &self.take_stored(state, param)?));
@@ -32,20 +34,35 @@ impl Engine {
                     state.note();
                 }
                 Action::WaitGather(unit) => {
-                    if let Gathered::UnderWay(pending) = std::mem::take(&mut state.units[unit].gathered) {
-                        let full = self.wait(state, SpanKind::Gather, unit, pending)?;
-                        state.units[unit].gathered = Gathered::Yes(full);
-                    }
+                    let gathered = match std::mem::take(&mut state.units[unit].gathered) {
+                        Gathered::UnderWay(pending) => {
+                            Gathered::Yes(self.wait(state, SpanKind::Gather, unit, pending)?)
+                        }
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::Exchanging(ticket) => self.finish_exchange(state, unit, ticket)?,
+                        gathered => gathered,
+                    };
+                    state.units[unit].gathered = gathered;
                 }
-                Action::Free(unit) => match std::mem::take(&mut state.units[unit].gathered) {
-                    Gathered::No => {}
-                    Gathered::Resharded(blocks) => state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>(),
-                    Gathered::UnderWay(_) | Gathered::Yes(_) => {
-                        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
+                Action::Free(unit) => {
+                    match std::mem::take(&mut state.units[unit].gathered) {
+                        Gathered::No => continue,
+                        Gathered::Resharded(blocks) => {
+                            state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>();
+                            continue;
+                        }
+                        Gathered::UnderWay(_) | Gathered::Yes(_) => {}
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::OnDevice(_) => {}
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::Exchanging(ticket) => drop(self.finish_exchange(state, unit, ticket)?),
                     }
-                },
+                    state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
+                }
                 Action::Reshard(unit) => self.reshard(state, unit),
                 Action::Regather(unit) => self.regather(state, unit),
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Action::Reduce(unit) if self.links.devices.is_some() => self.start_reduce_on_devices(state, unit)?,
                 Action::Reduce(unit) => self.start_reduce(state, unit),
                 Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
                 Action::Publish(unit) => {
@@ -179,8 +196,7 @@ impl Engine {
     }
 
     fn finish_reduce(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
-        let Some(pending) = state.units[unit].reducing.take() else { return Ok(()) };
-        let reduced = self.wait(state, SpanKind::Reduce, unit, pending)?;
+        let Some(reduced) = self.take_sums(state, unit)? else { return Ok(()) };
         state.held.reducing -= std::mem::take(&mut state.units[unit].reducing_bytes);
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
@@ -200,6 +216,16 @@ impl Engine {
         }
         state.note();
         Ok(())
+    }
+
+    /// What a reduction that is under way comes to, if one is: blocks of the split parameters, then the whole ones.
+    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Bytes>>, Error> {
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        if let Some(tickets) = state.units[unit].exchanging.take() {
+            return self.finish_reduce_on_devices(state, unit, tickets).map(Some);
+        }
+        let Some(pending) = state.units[unit].reducing.take() else { return Ok(None) };
+        self.wait(state, SpanKind::Reduce, unit, pending).map(Some)
     }
 
     fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {

@@ -10,6 +10,8 @@ mod backward;
 mod execute;
 mod missing;
 mod observe;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod on_device;
 mod settings;
 mod sum;
 mod tiers;
@@ -118,6 +120,9 @@ struct State {
 struct UnitBuffers {
     gathered: Gathered,
     reducing: Option<Pending<Vec<Bytes>>>,
+    /// The same from device to device: of split parameters, and of whole ones.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    exchanging: Option<[Option<crate::peers::Ticket>; 2]>,
     reducing_bytes: usize,
     publishing: Option<Pending<Vec<Bytes>>>,
 }
@@ -131,6 +136,18 @@ enum Gathered {
     Yes(Vec<Bytes>),
     /// This rank's blocks of a smaller group, in the same order and in the type that is computed in.
     Resharded(Vec<Bytes>),
+    /// As [`Gathered::UnderWay`] and [`Gathered::Yes`], from device to device.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    Exchanging(crate::peers::Ticket),
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    OnDevice(Vec<crate::peers::CubeFloat>),
+}
+
+/// A whole parameter, for one use of it.
+pub(crate) enum Lent {
+    Host(TensorData),
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    OnDevice(crate::peers::CubeFloat),
 }
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
@@ -338,7 +355,7 @@ impl Engine {
     ///
     /// # Panics
     /// Unwinds with the error when a collective fails: `val()` has no other way to say so.
-    pub(crate) fn gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Option<TensorData> {
+    pub(crate) fn gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Option<Lent> {
         match self.try_gather(param, given, usage) {
             Ok(full) => full,
             Err(error) => self.fail(error),
@@ -436,7 +453,7 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Result<Option<TensorData>, Error> {
+    fn try_gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Result<Option<Lent>, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
         if usage == Use::Backward && state.backward_begins_itself {
@@ -473,8 +490,10 @@ impl Engine {
         match (&state.units[spec.unit].gathered, position) {
             (Gathered::Yes(full), Some(position)) => {
                 let full = full[position].clone();
-                Ok(Some(host::tensor_data(full, spec.layout.shape(), self.dtypes.compute[param])))
+                Ok(Some(Lent::Host(host::tensor_data(full, spec.layout.shape(), self.dtypes.compute[param]))))
             }
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            (Gathered::OnDevice(full), Some(position)) => Ok(Some(Lent::OnDevice(full[position].clone()))),
             _ => unreachable!("the schedule has gathered unit {} before it is used", spec.unit),
         }
     }

@@ -29,7 +29,7 @@ impl<F> Program<F> {
 
     /// A rank that communicates by `communicator` and is the `local_rank`-th of its host, if that is known. Seeds its device.
     pub(super) fn rank(&self, communicator: Arc<dyn Communicator>, local_rank: Option<usize>) -> Result<Rank, Error> {
-        let device = device::open(self.config.device, local_rank)?;
+        let device = device::open(&self.config, local_rank)?;
         if let Some(seed) = self.config.seed {
             device.seed(seed as u64);
         }

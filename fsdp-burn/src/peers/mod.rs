@@ -15,16 +15,23 @@
 mod nccl;
 mod shared;
 
+use std::any::Any;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{BackendTypes, Cube, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice};
-use fsdp_core::{CommError, OpKind, OpTag, ShardLayout};
+use burn::tensor::{FloatDType, Shape, Slice, Tensor};
+use burn_cubecl::tensor::CubeTensor;
+use fsdp_core::{CommError, Communicator, DeviceChoice, OpKind, OpTag, ShardLayout};
+
+use crate::{Error, Rank};
 
 #[cfg(feature = "cuda")]
-pub(crate) use nccl::Nccl;
+use nccl::Nccl;
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::check_nccl;
 pub(crate) use shared::Board;
 
 pub(crate) type CubeFloat = FloatTensor<Cube>;
@@ -40,17 +47,72 @@ pub(crate) trait Peers: Send + Sync + Debug {
     fn finish(&self, ticket: Ticket) -> Result<Vec<CubeFloat>, CommError>;
 }
 
+/// Where a model's ranks exchange tensors of devices.
+pub(crate) struct DeviceLinks {
+    pub(crate) gather: Box<dyn Peers>,
+    pub(crate) reduce: Box<dyn Peers>,
+    /// Of this rank.
+    pub(crate) device: CubeDevice,
+}
+
+impl DeviceLinks {
+    /// Two orders of operations, for gathers and for reductions. All ranks make the call, with the same number of the model.
+    ///
+    /// # Errors
+    /// If ranks cannot exchange tensors of their devices.
+    pub(crate) fn connect(rank: &Rank, model: usize, control: &Arc<dyn Communicator>) -> Result<Self, Error> {
+        let choice = rank.config().device;
+        let refused = |problem: &str, remedy| Error::Device { device: choice, problem: problem.to_owned(), remedy };
+        let probe = Tensor::<1>::empty([1], &rank.device().without_autodiff()).try_into_primitive::<Cube>();
+        let Ok(probe) = probe else { unreachable!("`collectives = \"device\"` is refused for other backends") };
+        let device = probe.device();
+        if as_cube(probe).is_none() {
+            return Err(refused(
+                "Burn's fusion delays operations, each rank in its own way, and devices exchange tensors in one order",
+                "build without fusion (`burn` with `default-features = false`), or set `collectives = \"host\"`",
+            ));
+        }
+        let names = ["gather", "reduce"].map(|name| format!("model {model}, {name}"));
+        if let Some(board) = rank.board() {
+            let [gather, reduce] = names.map(|name| -> Box<dyn Peers> { Box::new(board.join(&name, control.clone())) });
+            return Ok(Self { gather, reduce, device });
+        }
+        if choice == DeviceChoice::Cpu {
+            return Err(refused(
+                "ranks that are processes have no memory of a device in common",
+                "set `collectives = \"host\"`, or let ranks be threads (`launcher = \"threads\"`)",
+            ));
+        }
+        #[cfg(feature = "cuda")]
+        {
+            let join = |name: &String| Nccl::connect(rank.config(), &device, name, control.clone());
+            let [gather, reduce] = [join(&names[0])?, join(&names[1])?];
+            Ok(Self { gather: Box::new(gather), reduce: Box::new(reduce), device })
+        }
+        #[cfg(not(feature = "cuda"))]
+        unreachable!("GPUs are refused by a program without the feature `cuda`")
+    }
+}
+
+/// The tensor as CubeCL has it; `None` where Burn's fusion may not have computed it yet.
+fn as_cube(tensor: CubeFloat) -> Option<CubeTensor> {
+    let tensor: Box<dyn Any> = Box::new(tensor);
+    tensor.downcast().ok().map(|tensor| *tensor)
+}
+
+/// The opposite of [`as_cube`].
+#[cfg(feature = "cuda")]
+fn of_cube(tensor: CubeTensor) -> Option<CubeFloat> {
+    let tensor: Box<dyn Any> = Box::new(tensor);
+    tensor.downcast().ok().map(|tensor| *tensor)
+}
+
 /// An operation that was started.
 #[derive(Debug)]
 #[must_use = "the other ranks wait for all to finish"]
 pub(crate) struct Ticket {
     /// Its number in the order.
     number: u64,
-}
-
-/// A block of this rank, as its peers want it.
-pub(crate) fn flat_block(block: CubeFloat, layout: &ShardLayout) -> CubeFloat {
-    padded(rows_first(block, layout.dim()), layout.padded_len())
 }
 
 /// A whole tensor, as the peers that reduce it want it.
@@ -63,7 +125,7 @@ pub(crate) fn whole(flat: CubeFloat, layout: &ShardLayout) -> CubeFloat {
     shaped(flat, layout.shape(), layout.dim())
 }
 
-/// The opposite of [`flat_block`], for the block of `rank`.
+/// The block of `rank`, as its peers have it.
 pub(crate) fn block(flat: CubeFloat, layout: &ShardLayout, rank: usize) -> CubeFloat {
     shaped(flat, &layout.shard_shape(rank), layout.dim())
 }

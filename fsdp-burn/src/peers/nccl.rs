@@ -37,9 +37,9 @@ use cudarc::driver::result as cuda;
 use cudarc::driver::sys::{CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use cudarc::nccl::result as nccl;
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
-use fsdp_core::{AbortCause, CommError, Communicator, DeviceChoice, OpKind, OpTag, Phase};
+use fsdp_core::{AbortCause, CommError, Communicator, Config, DeviceChoice, Exchange, OpKind, OpTag, Phase};
 
-use super::{CubeDevice, CubeFloat, Peers, Ticket};
+use super::{CubeDevice, CubeFloat, Peers, Ticket, as_cube, of_cube};
 use crate::Error;
 
 /// CubeCL's side of a GPU, which has no public name of its own.
@@ -67,6 +67,8 @@ struct Link {
     name: String,
     world: Arc<dyn Communicator>,
     timeout: Duration,
+    /// Operations are put on the stream of the kernels.
+    is_inline: bool,
     in_flight: Mutex<BTreeMap<u64, InFlight>>,
     failure: Mutex<Option<String>>,
     /// The communicator must not be used any more.
@@ -131,20 +133,21 @@ impl Nccl {
     /// Connects the ranks of `world`, each of which calls this with the same name, and its own GPU.
     ///
     /// # Errors
-    /// If NCCL is missing or too old, or the ranks do not come together within `timeout`.
+    /// If NCCL is missing or too old, or the ranks do not come together within the run's time limit.
     pub(crate) fn connect(
-        choice: DeviceChoice,
+        config: &Config,
         device: &CubeDevice,
         name: &str,
         world: Arc<dyn Communicator>,
-        timeout: Duration,
     ) -> Result<Self, Error> {
-        check_library(choice)?;
+        let (choice, timeout) = (config.device, config.timeout());
+        check_nccl(choice)?;
         let gpu = DeviceHandle::<Server>::new(device.client().service_id().device);
         let tag = OpTag::new(0, Phase::Init, format!("communicator of NCCL for {name}"));
         let own = match world.rank() {
             0 => {
-                let id = nccl::get_uniqueid().map_err(|error| refused(choice, format!("NCCL has failed: {:?}", error.0)))?;
+                let id =
+                    nccl::get_uniqueid().map_err(|error| refused(choice, format!("NCCL has failed: {:?}", error.0)))?;
                 Some(id.internal.iter().map(|&byte| byte as u8).collect::<Bytes>())
             }
             _ => None,
@@ -169,6 +172,7 @@ impl Nccl {
             name: name.to_owned(),
             world,
             timeout,
+            is_inline: config.collectives == Exchange::Inline,
             in_flight: Mutex::default(),
             failure: Mutex::default(),
             is_over: AtomicBool::new(false),
@@ -182,7 +186,8 @@ impl Nccl {
             }
         };
         let watching = thread::Builder::new().name(format!("watch {name}")).spawn(watch);
-        watching.map_err(|source| Error::Io { what: format!("cannot start the thread that watches {name}"), source })?;
+        watching
+            .map_err(|source| Error::Io { what: format!("cannot start the thread that watches {name}"), source })?;
         Ok(Self { gpu, link, next: AtomicU64::new(0), results: Mutex::default() })
     }
 }
@@ -219,24 +224,31 @@ impl Peers for Nccl {
 }
 
 impl Nccl {
+    const NO_FUSION: &str = "with fusion no communicator is connected";
+
     /// The tensor that the result will be in. Tensors without elements take no part.
     fn transfer(&self, kind: OpKind, flat: CubeFloat, transfers: &mut Vec<Transfer>) -> CubeFloat {
-        let flat: CubeTensor = into_contiguous(flat);
+        let Some(flat) = as_cube(flat) else { unreachable!("{}", Self::NO_FUSION) };
+        let flat = into_contiguous(flat);
         let (len, num_ranks) = (flat.shape().num_elements(), self.link.world.world_size());
         let (result_len, count) = match kind {
             OpKind::AllGather => (len * num_ranks, len),
             OpKind::ReduceScatter => (len / num_ranks, len / num_ranks),
             _ => (len, len),
         };
+        let of_cube = |tensor| match of_cube(tensor) {
+            Some(tensor) => tensor,
+            None => unreachable!("{}", Self::NO_FUSION),
+        };
         if len == 0 {
-            return flat;
+            return of_cube(flat);
         }
         let CubeTensor { client, handle: source, device, dtype, .. } = flat;
         // Of equal size in every step, so memory of its own that is used again by the next.
         let num_bytes = result_len * dtype.size();
         let target = client.memory_persistent_allocation((), |()| client.empty(num_bytes));
         transfers.push(Transfer { source, target: target.clone(), count, dtype: data_type(dtype) });
-        CubeTensor::new_contiguous(client, device, Shape::from(vec![result_len]), target, dtype)
+        of_cube(CubeTensor::new_contiguous(client, device, Shape::from(vec![result_len]), target, dtype))
     }
 }
 
@@ -275,7 +287,8 @@ impl Link {
         let targets: Vec<_> = transfers.iter().map(|transfer| transfer.target.clone().binding()).collect();
         let place = format!("{kind} ({tag})");
         // A panic on this thread would only be logged, and the other ranks would wait.
-        let launched = catch_unwind(AssertUnwindSafe(|| self.try_launch(server, stream, number, (kind, tag), transfers)));
+        let launched =
+            catch_unwind(AssertUnwindSafe(|| self.try_launch(server, stream, number, (kind, tag), transfers)));
         let problem = match launched {
             Ok(Ok(())) => return,
             Ok(Err(problem)) => problem,
@@ -310,6 +323,7 @@ impl Link {
         let compute = compute_stream(server, stream)?;
         let (ready, done) = (Event::new()?, Event::new()?);
         let Raw { stream: own, communicator, .. } = self.raw;
+        let own = if self.is_inline { compute } else { own };
         // SAFETY: streams, events and communicator are alive, and the context that they belong to is current. The pointers are
         // of memory that `held` keeps where it is until the operation is over, and as long as `count` says: a source and a
         // target were made for it by `Nccl::transfer`.
@@ -363,9 +377,8 @@ impl Link {
                 return;
             }
             // SAFETY: the context is that of the GPU, which lives as long as the process; the event is alive.
-            let is_reached = unsafe {
-                cuda::ctx::set_current(self.raw.context).is_ok() && cuda::event::query(first.done.0).is_ok()
-            };
+            let is_reached =
+                unsafe { cuda::ctx::set_current(self.raw.context).is_ok() && cuda::event::query(first.done.0).is_ok() };
             if is_reached {
                 return;
             }
@@ -451,7 +464,7 @@ fn within<T: Send + 'static>(
 }
 
 /// Looks for NCCL before anything calls it: a library that is missing would be a panic.
-pub(super) fn check_library(choice: DeviceChoice) -> Result<(), Error> {
+pub(crate) fn check_nccl(choice: DeviceChoice) -> Result<(), Error> {
     // SAFETY: loading NCCL runs nothing but its own constructors.
     if !unsafe { cudarc::nccl::sys::is_culib_present() } {
         return Err(refused(choice, "NCCL is not found: there is no libnccl.so that can be loaded".into()));

@@ -7,9 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Cube, TensorMetadata};
+use burn::backend::{Backend, Cube, TensorMetadata};
 use burn::tensor::{DType, FloatDType};
-use fsdp_core::{CommError, Communicator, Issued, OpKind, OpTag};
+use fsdp_core::{AbortCause, CommError, Communicator, Issued, OpKind, OpTag};
 
 use super::{CubeFloat, Peers, Ticket, part};
 
@@ -52,6 +52,12 @@ impl Board {
     }
 }
 
+impl fmt::Debug for Board {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Board(of {} ranks)", self.num_ranks)
+    }
+}
+
 struct Shared {
     board: Arc<Board>,
     name: Arc<str>,
@@ -68,6 +74,11 @@ impl fmt::Debug for Shared {
 
 impl Peers for Shared {
     fn start(&self, kind: OpKind, tag: OpTag, flats: Vec<CubeFloat>) -> Result<Ticket, CommError> {
+        // CubeCL lets a stream wait for another's allocation of a tensor, and not for what was written into it in place since.
+        // So what others are to read is complete when they learn of it.
+        if let Some(flat) = flats.first() {
+            Cube::sync(&flat.device()).map_err(|error| self.failed(&format!("{error:?}")))?;
+        }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let mut posts = self.board.posts.lock().unwrap_or_else(PoisonError::into_inner);
         let empty = || Post { tensors: vec![None; self.board.num_ranks], num_taken: 0 };
@@ -97,6 +108,14 @@ impl Peers for Shared {
 }
 
 impl Shared {
+    /// The device of this rank has failed, and the run with it.
+    fn failed(&self, error: &str) -> CommError {
+        let rank = self.world.rank();
+        let cause = AbortCause::RankFailed { rank, message: format!("the device has failed: {error}") };
+        self.world.abort(cause.clone());
+        CommError::Aborted { rank, cause }
+    }
+
     /// What all ranks have posted, once they have.
     fn take(&self, number: u64) -> Result<Vec<Arc<Posted>>, CommError> {
         let (rank, key) = (self.world.rank(), (self.name.clone(), number));

@@ -8,6 +8,7 @@ mod checkpoint;
 mod common;
 mod consolidated;
 mod control_flow;
+mod devices;
 mod embedding;
 mod every_key;
 mod failure;

@@ -4,20 +4,22 @@
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::time::Instant;
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{
-    Config, DeviceChoice, Dtype, Error, OffloadConfig, Rank, Sharded, ShardedModel, Stage, TierShares, launch,
+    Accumulate, Config, DeviceChoice, Dtype, Error, Exchange, LossScale, OffloadConfig, OpKind, Rank, Sharded,
+    ShardedModel, Stage, TierShares, TrainingConfig, launch,
 };
 
 use crate::common::files::Scratch;
 use crate::common::models::{
-    Adapted, Gpt, JointlyNormed, Layouts, Mlp, Normed, RecomputedGpt, Tiny, Trial, distance, rows,
+    Adapted, Branches, Gpt, JointlyNormed, Layouts, Mlp, Normed, RecomputedGpt, Tiny, Trial, distance, rows,
 };
 use crate::common::process::{child, run_to_end};
-use crate::common::processes::Processes;
+use crate::common::processes::{Processes, said};
 use crate::common::run::{
     Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share, weights,
 };
@@ -137,15 +139,122 @@ fn state_on_a_disk_and_a_device_go_together() {
     assert_parity("offloaded", &expected, &got, Tolerance::EXACT);
 }
 
-/// The part of the next test that runs in a process of its own, as one rank.
+/// From device to device, every stage against the same through host memory, bit for bit.
+fn assert_exchange<M: Trial>(optimizer: Optimizer, world_sizes: &[usize]) {
+    for &world_size in world_sizes {
+        for stage in [Stage::Ddp, Stage::Gradients, Stage::Parameters] {
+            let host = on(DeviceChoice::Cpu, stage, world_size);
+            let device = Config { collectives: Exchange::Device, ..host.clone() };
+            let [expected, got] = [host, device].map(|config| trained::<M>(&config, optimizer));
+            assert_parity(&format!("{stage} on {world_size}"), &expected, &got, Tolerance::EXACT);
+        }
+    }
+}
+
+#[test]
+fn from_device_to_device_ranks_train_to_the_bits_of_host_memory() {
+    assert_exchange::<Mlp>(Optimizer::Sgd, &[1, 2, 3]);
+    assert_exchange::<Gpt>(Optimizer::Fused, &[2]);
+}
+
+#[test]
+fn whatever_is_trained_can_be_exchanged_from_device_to_device() {
+    assert_exchange::<Layouts>(Optimizer::Sgd, &[2]);
+    assert_exchange::<Tiny>(Optimizer::Sgd, &[3]);
+    assert_exchange::<Tied>(Optimizer::Sgd, &[2]);
+    assert_exchange::<Branches>(Optimizer::Sgd, &[2]);
+    assert_exchange::<RecomputedGpt>(Optimizer::Sgd, &[2]);
+    assert_exchange::<Adapted<Mlp>>(Optimizer::Sgd, &[2]);
+}
+
+#[test]
+fn micro_batches_and_half_precision_are_exchanged_from_device_to_device() {
+    for accumulate in Accumulate::ALL {
+        let training =
+            TrainingConfig { gradient_accumulation: 2, accumulate: *accumulate, ..TrainingConfig::default() };
+        let mut host = Config { training, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+        (host.precision.parameters, host.precision.reduce) = (Dtype::F16, Dtype::F16);
+        host.precision.loss_scale = Some(LossScale::Fixed(64.0));
+        let device = Config { collectives: Exchange::Device, ..host.clone() };
+        let [expected, got] = [host, device].map(|config| trained::<Gpt>(&config, Optimizer::Sgd));
+        assert_parity(&format!("{accumulate:?}"), &expected, &got, Tolerance::EXACT);
+    }
+}
+
+#[test]
+fn from_device_to_device_nothing_of_parameters_and_gradients_goes_through_host_memory() {
+    let sent = |collectives| {
+        let config = Config { collectives, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+        let sent = launch(&config, |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            rank.traffic().reset();
+            let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
+            optim.step(0.01, &mut model, gradients)?;
+            model.synchronize()?;
+            Ok([OpKind::AllGather, OpKind::ReduceScatter].map(|kind| rank.traffic().of(kind).sent_bytes))
+        });
+        sent.unwrap()
+    };
+    assert!(sent(Exchange::Host).iter().flatten().all(|&bytes| bytes > 0));
+    assert_eq!(sent(Exchange::Device), [[0, 0], [0, 0]]);
+}
+
+#[test]
+fn a_rank_that_fails_ends_those_that_wait_for_its_tensors() {
+    let config = Config { collectives: Exchange::Device, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+    let begun = Instant::now();
+    let error = launch(&config, |rank| {
+        let model = start::<Mlp>(&rank)?;
+        if !rank.is_main() {
+            return Err(Error::program("out of cheese"));
+        }
+        model.backward(model.loss(0, share(&rank), &rank.device())).map(drop)
+    });
+    assert_eq!(error.unwrap_err().to_string(), "rank 1: out of cheese");
+    assert!(begun.elapsed().as_secs_f64() < TIMEOUT_S / 2.0, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn ranks_on_a_device_that_issue_different_operations_are_told_which() {
+    let config = Config { collectives: Exchange::Device, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+    let error = launch(&config, |rank| {
+        let model = start::<Mlp>(&rank)?;
+        let layer = if rank.is_main() { &model.hidden[0] } else { &model.hidden[1] };
+        layer.forward(rows(0, 0..4, 13, &rank.device()));
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("unit `hidden.0`") && error.contains("unit `hidden.1`"), "{error}");
+}
+
+#[test]
+fn processes_have_no_tensors_of_a_device_in_common_and_are_told_so() {
+    let scratch = Scratch::new("device-apart");
+    let dir = scratch.path();
+    let set = [("FSDP_TEST_DEVICE_DIR", dir.to_str().unwrap().to_owned()), ("FSDP_TEST_DEVICE_PEERS", "1".into())];
+    let mut processes = Processes::start(CHILD, &dir, 2, &set, |_, port| port);
+    for rank in 0..2 {
+        assert_eq!(processes.wait(rank, LIMIT).code(), Some(3), "{}", said(&dir, rank));
+        assert!(said(&dir, rank).contains("ranks that are processes have no memory of a device in common"));
+    }
+}
+
+/// The part of these tests that runs in a process of its own, as one rank.
 #[test]
 fn child_is_a_rank_on_a_device() {
     let Some(dir) = std::env::var_os("FSDP_TEST_DEVICE_DIR") else { return };
-    let config = on(DeviceChoice::Cpu, Stage::Parameters, 1);
+    let is_apart = std::env::var_os("FSDP_TEST_DEVICE_PEERS").is_some();
+    let collectives = Exchange::ALL[usize::from(is_apart)];
+    let config = Config { collectives, ..on(DeviceChoice::Cpu, Stage::Parameters, 1) };
     let is_main = config.started().unwrap().is_main();
-    let outcome = launch(&config, |rank| train::<Mlp>(&rank, Optimizer::Sgd)).unwrap().remove(0);
-    if is_main {
-        fs::write(Path::new(&dir).join("end"), text(&outcome)).unwrap();
+    match launch(&config, |rank| train::<Mlp>(&rank, Optimizer::Sgd)) {
+        Ok(outcomes) if is_main => fs::write(Path::new(&dir).join("end"), text(&outcomes[0])).unwrap(),
+        Ok(_) => {}
+        Err(error) => {
+            eprintln!("\nfailed: {error}");
+            std::process::exit(3);
+        }
     }
 }
 
@@ -201,7 +310,7 @@ fn bytes_after_steps(stage: Stage) -> Vec<u64> {
             optim.step(0.01, &mut model, gradients)?;
             rank.barrier()?;
             rank.device().sync().map_err(|error| Error::program(format!("{error:?}")))?;
-            used.push(rank.device().memory_pool_usage().unwrap().bytes_in_use);
+            used.push(rank.device_memory().unwrap().used_bytes);
             rank.barrier()?;
         }
         Ok(used)

@@ -1,6 +1,6 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
-use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+use super::choice::{Accumulate, Buffers, Exchange, GradientReduction, NonFinite};
 use super::device::DeviceChoice;
 use super::offload::TierShares;
 use super::{Config, print};
@@ -170,9 +170,24 @@ static KEYS: &[ConfigKey] = &[
         meaning: "What ranks compute on: \"flex\" the processor; \"cuda\" an NVIDIA GPU each, by their number on the host; \
                   \"cuda:0\" one GPU, by its number, together; \"cpu\" the processor, with the kernels of GPUs, for tests. All \
                   but \"flex\" need the feature of their name (`cuda`, `cpu`) where the program is built.",
-        cost: "On a GPU blocks, gradients and optimizer state stay in host memory: what is gathered is copied to the GPU, and \
-               gradients back. \"cpu\" takes many times as long as \"flex\".",
+        cost: "Beside a GPU blocks, reduced gradients and optimizer state stay in host memory, where the optimizer steps; what is \
+               copied, `collectives` says. \"cpu\" takes many times as long as \"flex\".",
         kind: Kind::Device { get: |config| config.device, set: |config, device| config.device = device },
+    },
+    ConfigKey {
+        table: "",
+        name: "collectives",
+        meaning: "By which way ranks on devices exchange parameters (stage 3) and gradients: \"host\" through the memory of their \
+                  hosts, as ranks on processors do; \"device\" from device to device, between GPUs by NCCL (`libnccl.so`), on a \
+                  device that threads share within it; \"device inline\" the same, with NCCL in line with the kernels in place of beside \
+                  them, to compare. The last two not together with copies along `replicate` or `reshard_after_forward`.",
+        cost: "\"host\" copies every parameter to each device twice and every gradient back, in a step; \"device\" this rank's \
+               blocks of them. NCCL adds in an order of its own, and what it sends is not counted in `Rank::traffic`.",
+        kind: Kind::Choice {
+            names: Exchange::NAMES,
+            get: |config| config.collectives as usize,
+            set: |config, index| config.collectives = Exchange::ALL[index],
+        },
     },
     ConfigKey {
         table: "",

@@ -90,6 +90,7 @@ world_size = 1
 launcher = "auto"
 # rendezvous_port is not set
 device = "flex"
+collectives = "host"
 # mesh is not set
 # reshard_after_forward is not set
 timeout_s = 300.0

@@ -69,7 +69,7 @@ fn check(args: &Args) -> Result<bool, Error> {
     let own = if args.device == "cpu" { DeviceChoice::Cpu } else { DeviceChoice::Cuda };
     let shared = if args.device == "cpu" { DeviceChoice::Cpu } else { DeviceChoice::CudaAt(0) };
     // Opened first: what is missing is told before anything is computed.
-    launch(&Config { device: shared, ..Config::default() }, |rank| Ok(drop(rank.device())))?;
+    launch(&Config { device: shared, ..Config::default() }, |_| Ok(()))?;
     let gpus = gpu_names();
     let ranks = args.ranks.unwrap_or(gpus.len()).max(1);
     let mut rows: Vec<Row> = Vec::new();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use fsdp_burn::{Config, Error, Stage, Translated};
+use fsdp_burn::{Config, DeviceChoice, Error, Exchange, Stage, Translated};
 
 use crate::{Failure, GptConfig, parse_bytes};
 
@@ -24,6 +24,12 @@ pub struct Args {
     /// Number of ranks, in place of the configuration's
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
+    /// What ranks compute on, in place of the configuration's: flex, cuda, cuda:0, cpu
+    #[arg(long, value_name = "DEVICE", value_parser = device)]
+    pub device: Option<DeviceChoice>,
+    /// By which way ranks on devices exchange parameters and gradients: host, device, "device inline"
+    #[arg(long, value_name = "WAY", value_parser = collectives)]
+    pub collectives: Option<Exchange>,
     /// Text to learn [default: the documents and sources of this project]
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
@@ -128,6 +134,12 @@ impl Args {
         if let Some(ranks) = self.ranks {
             config.world_size = ranks;
         }
+        if let Some(device) = self.device {
+            config.device = device;
+        }
+        if let Some(collectives) = self.collectives {
+            config.collectives = collectives;
+        }
         config.validate()?;
         // As many ranks as a launcher has started, unless something else is asked for.
         let of_launcher = Config { world_size: 1, ..config.clone() };
@@ -201,4 +213,13 @@ impl Args {
         }
         Ok(())
     }
+}
+
+fn device(name: &str) -> Result<DeviceChoice, String> {
+    DeviceChoice::named(name).ok_or_else(|| format!("devices are {}", DeviceChoice::NAMES.join(", ")))
+}
+
+fn collectives(name: &str) -> Result<Exchange, String> {
+    let found = Exchange::ALL.iter().copied().find(|collectives| collectives.name() == name);
+    found.ok_or_else(|| format!("ways are {}", Exchange::NAMES.join(", ")))
 }

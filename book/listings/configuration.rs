@@ -12,9 +12,11 @@ const NUM_PARAMETERS: usize = 7_000_000_000;
 const NUM_UNITS: usize = 32;
 
 /// Examples that need more than their own line, or say more than the README's.
-const EXAMPLES: [(&str, &str); 28] = [
+const EXAMPLES: [(&str, &str); 30] = [
     ("stage", "stage = 2"),
     ("world_size", "world_size = 8"),
+    ("device", "device = \"cuda\""),
+    ("collectives", "device = \"cuda\"\ncollectives = \"device\""),
     ("mesh", "world_size = 8\nmesh = { replicate = 2, shard = 4 }"),
     ("reshard_after_forward", "world_size = 16\nreshard_after_forward = 8"),
     ("timeout_s", "timeout_s = 60.0"),

@@ -4,6 +4,8 @@
 //! rank its block, and drops it before the next; the other ranks never read theirs. So all ranks start from one
 //! model, whatever their random state, and at stage 3 the largest single parameter is all that is ever whole.
 
+use std::any::Any;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{LoraAdapter, Module, ModuleMapper, Param, Reparameterizer};
@@ -12,6 +14,7 @@ use bytes::Bytes;
 use fsdp_core::{Communicator, Dtype, OpTag, Phase, Plan, ShardLayout, Slot};
 
 use crate::Error;
+use crate::device::{self, is_host};
 use crate::engine::Engine;
 use crate::gather_op::{GatherOnUse, GatherSite, Use};
 use crate::host;
@@ -97,13 +100,13 @@ pub(crate) fn attach<M: Module>(
     engine: &Arc<Engine>,
 ) -> (M, Vec<Option<f64>>) {
     let (model, scales) = take_adapters(model, entries);
-    let mut values = Values { managed, engine, next: 0 };
+    let mut values = Values { managed, engine, next: 0, tied: HashMap::new() };
     (model.apply_reparameterization(Attacher { values: &mut values, entries, scales: &scales }), scales)
 }
 
 /// Puts what the engine stores into a model that is attached already: after an optimizer step.
 pub(crate) fn refresh<M: Module>(model: M, managed: &[Option<usize>], engine: &Arc<Engine>) -> M {
-    model.map(&mut Refresher(Values { managed, engine, next: 0 }))
+    model.map(&mut Refresher(Values { managed, engine, next: 0, tied: HashMap::new() }))
 }
 
 /// Lets go of what the engine stores, so that an optimizer step does not keep old parameters beside the new ones.
@@ -250,6 +253,8 @@ struct Values<'a> {
     managed: &'a [Option<usize>],
     engine: &'a Arc<Engine>,
     next: usize,
+    /// What is on a device of a parameter that is tied, by its index: all of its fields hold the one tensor.
+    tied: HashMap<usize, Box<dyn Any>>,
 }
 
 impl Values<'_> {
@@ -264,13 +269,39 @@ impl Values<'_> {
             false => spec.layout.shard_shape(self.engine.shard_index()),
         };
         let dtype = self.engine.stored_dtype(index);
-        if self.engine.offload().has_parameter(index) {
-            // What lies on the disk has its shape in the model, and no memory.
-            let nothing = |device: &Device| Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
-            return (replaced(param, |device| nothing(device).expand(Shape::from(shape))), managed);
-        }
+        // What lies elsewhere has its shape in the model, and no memory: on the disk, or in host memory beside a device.
+        let is_away = self.engine.offload().has_parameter(index);
+        let is_block = !plan.is_resident(spec);
         let stored = self.engine.stored(index);
-        (replaced(param, |device| host::tensor(stored, &shape, dtype, device)), managed)
+        let value = |device: &Device| {
+            if is_away || is_block && !is_host(device) {
+                let nothing = Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
+                return nothing.expand(Shape::from(shape));
+            }
+            host::tensor(stored, &shape, dtype, device)
+        };
+        let is_tied = !spec.also.is_empty();
+        (replaced(param, |device| self.placed(index, is_tied, device, value)), managed)
+    }
+
+    /// The value that the model holds from now on. The engine knows its own memory again; what is on a device it is told of.
+    fn placed<const D: usize>(
+        &mut self,
+        index: usize,
+        is_tied: bool,
+        device: &Device,
+        value: impl FnOnce(&Device) -> Tensor<D>,
+    ) -> Tensor<D> {
+        if is_host(device) {
+            return value(device);
+        }
+        let tied = self.tied.get(&index).and_then(|tensor| tensor.downcast_ref::<Tensor<D>>());
+        let tensor = tied.cloned().unwrap_or_else(|| value(device));
+        self.engine.lend(index, device::identity(&tensor));
+        if is_tied {
+            self.tied.insert(index, Box::new(tensor.clone()));
+        }
+        tensor
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use fsdp_core::checkpoint::CheckpointError;
-use fsdp_core::{CommError, ConfigError, LauncherError, PlanError, RendezvousError, TierError};
+use fsdp_core::{CommError, ConfigError, DeviceChoice, LauncherError, PlanError, RendezvousError, TierError};
 
 /// An error of a sharded run. `{:?}` writes its message too, since that is how a `main` that returns it prints it.
 #[derive(thiserror::Error)]
@@ -31,6 +31,16 @@ pub enum Error {
     /// Offloaded state could not be written or read.
     #[error(transparent)]
     Tier(Box<TierError>),
+    /// The device that the configuration names cannot be used.
+    #[error("device = \"{device}\": {problem}; {remedy}")]
+    Device {
+        /// What the configuration says.
+        device: DeviceChoice,
+        /// What is missing.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// A parameter that cannot be sharded.
     #[error("parameter `{parameter}`: {problem}; {remedy}")]
     Parameter {

@@ -29,13 +29,15 @@ use burn::backend::autodiff::checkpoint::state::BackwardStates;
 use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::module::{Module, Reparameterization};
 use burn::tensor::{FloatDType, Shape, Tensor};
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Lent, Whole};
+use crate::host::Identity;
 use crate::lora::Adapter;
 use crate::recompute::Pass;
 
@@ -79,7 +81,7 @@ impl fmt::Debug for GatherSite {
 }
 
 /// The two operations that a backend must offer to be sharded.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait ShardOps: Backend {
     /// The whole parameter, from the tensor that the model stores.
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self>;
@@ -89,12 +91,17 @@ pub(crate) trait ShardOps: Backend {
 
 impl ShardOps for Flex {
     fn gather(stored: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
-        site.engine.gather(site.param, stored, site.usage)
+        match site.engine.gather(site.param, Some(Identity::of_memory(stored.bytes())), site.usage) {
+            Some(Lent::Host(full)) => FlexTensor::from_data(full),
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            Some(Lent::OnDevice(_)) => unreachable!("ranks on processors exchange nothing between devices"),
+            None => stored,
+        }
     }
 
     fn capture(gradient: FloatTensor<Self>, site: GatherSite) -> FloatTensor<Self> {
         let device = gradient.device();
-        site.engine.capture(site.param, gradient);
+        site.engine.capture(site.param, Whole::Here(gradient));
         Flex::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)
     }
 }

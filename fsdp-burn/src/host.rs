@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
+use burn::tensor::{AllocationProperty, DType, Device, FloatDType, Shape, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Dtype, ShardLayout};
 
@@ -14,9 +14,29 @@ pub(crate) fn bytes_of(tensor: &FlexTensor) -> Bytes {
     Bytes::from_owner(Storage(tensor.to_contiguous().data_arc()))
 }
 
-/// The elements of `data`.
+/// What tells one tensor from another that was not made from it: where its memory is, or what a device calls it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity(pub(crate) usize);
+
+impl Identity {
+    pub(crate) fn of_memory(bytes: &[u8]) -> Self {
+        Self(bytes.as_ptr().addr())
+    }
+}
+
+/// The elements of `data`, in memory that nothing on a device is held for.
 pub(crate) fn elements(data: TensorData) -> Bytes {
-    shared(data.into_parts().0)
+    shared(off_device(data).into_parts().0)
+}
+
+/// `data`, copied to host memory where it is still on a device: it would hold the device's memory for as long as it lives,
+/// also after it was read.
+pub(crate) fn off_device(data: TensorData) -> TensorData {
+    if data.bytes().property() != AllocationProperty::Device {
+        return data;
+    }
+    let (bytes, shape, dtype) = data.into_parts();
+    TensorData::from_bytes(burn::tensor::Bytes::from_bytes_vec(bytes.to_vec()), shape, dtype)
 }
 
 /// The elements of a tensor of Burn's, or of what it reads.
@@ -26,7 +46,7 @@ pub(crate) fn shared(bytes: burn::tensor::Bytes) -> Bytes {
 
 /// Bytes for Burn, without a copy.
 pub(crate) fn burn_bytes(bytes: Bytes) -> burn::tensor::Bytes {
-    burn::tensor::Bytes::from_shared(bytes, burn::tensor::AllocationProperty::Native)
+    burn::tensor::Bytes::from_shared(bytes, AllocationProperty::Native)
 }
 
 /// A tensor over `bytes`. It shares them: Flex copies on the first write.

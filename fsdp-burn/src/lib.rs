@@ -58,6 +58,9 @@ mod casts;
 mod checkpoint;
 mod clip;
 mod constants;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod cube;
+mod device;
 mod distribute;
 mod elementwise;
 mod engine;
@@ -75,6 +78,8 @@ mod model;
 pub mod nn;
 mod offload;
 mod optim;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod peers;
 mod precision;
 mod random;
 mod rank;
@@ -89,6 +94,7 @@ mod weights;
 
 pub use casts::{cast_input, cast_output};
 pub use checkpoint::Loaded;
+pub use device::DeviceMemory;
 pub use engine::EngineStats;
 pub use error::Error;
 pub use fused_adamw::{FusedAdamW, FusedAdamWState};
@@ -107,10 +113,10 @@ pub use weights::{Convention, Fit, LoadedWeights, WeightOptions};
 
 pub use fsdp_core::checkpoint::{CheckpointError, SaveOptions, Saved};
 pub use fsdp_core::{
-    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, Dtype, Fate, FieldRule,
-    GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale, MemoryEstimate, Mesh, ModelShape,
-    NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning, PrecisionConfig, PrefetchConfig,
-    RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats, Trace, Traffic, TrainingConfig,
-    Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
+    Accumulate, Activations, Axis, Buffers, CommError, ComputePrecision, Config, ConfigError, DeviceChoice, Dtype,
+    Exchange, Fate, FieldRule, GradientReduction, Launcher, LauncherChoice, LauncherError, Link, LossScale,
+    MemoryEstimate, Mesh, ModelShape, NonFinite, OffloadConfig, OpCount, OpKind, OptimizerKind, Plan, PlanWarning,
+    PrecisionConfig, PrefetchConfig, RendezvousError, Stage, Started, Stragglers, TierError, TierShares, TierStats,
+    Trace, Traffic, TrainingConfig, Transformer, Translated, TranslatedItem, WrapPolicy, human_bytes,
 };
 pub use fsdp_macros::Sharded;

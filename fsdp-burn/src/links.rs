@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+use fsdp_core::Exchange;
 use fsdp_core::{Axis, CommError, CommStream, Communicator, Mesh};
 
 /// Gathers and reductions each have an order of their own and a thread that executes it, so that a gather never waits
@@ -24,6 +26,9 @@ pub(crate) struct Links {
     pub(crate) control: Arc<dyn Communicator>,
     /// Small messages over the shard axis.
     pub(crate) control_shard: Arc<dyn Communicator>,
+    /// What gathers and reduces in place of the first ones, where tensors stay on devices. See [Note: Two places of a gather].
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(crate) devices: Option<crate::peers::DeviceLinks>,
 }
 
 impl Links {
@@ -52,6 +57,21 @@ impl Links {
             reduce_world,
             control: world.channel("control")?,
             control_shard: over_shards("control over shards")?,
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            devices: None,
         })
+    }
+
+    /// With peers on devices, where the configuration wants them. Every rank makes this call.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(crate) fn with_devices(self, rank: &crate::Rank) -> Result<Self, crate::Error> {
+        let model = rank.next_model();
+        let devices = match rank.config().collectives {
+            Exchange::Host => None,
+            Exchange::Device | Exchange::Inline => {
+                Some(crate::peers::DeviceLinks::connect(rank, model, &self.control)?)
+            }
+        };
+        Ok(Self { devices, ..self })
     }
 }

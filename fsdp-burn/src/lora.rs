@@ -109,7 +109,7 @@ impl AdaptedSite {
     }
 }
 
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait AdaptOps: ShardOps {
     /// The whole weight, from this rank's block of the base and the whole factors.
     fn gather_adapted(
@@ -132,7 +132,7 @@ impl AdaptOps for Flex {
 }
 
 /// The arithmetic of Burn's own adapter, in its order.
-fn adapt<B: ShardOps>(
+pub(crate) fn adapt<B: ShardOps>(
     stored: FloatTensor<B>,
     a: FloatTensor<B>,
     b: FloatTensor<B>,

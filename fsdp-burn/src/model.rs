@@ -4,13 +4,14 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::{FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
     Activations, Axis, Buffers, Communicator, Config, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan,
     PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::buffers::{self, Buffer};
+use crate::device::check_dtypes;
 use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
@@ -76,6 +77,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
     pub(crate) fn new(module: M, rank: &Rank) -> Result<Self, Error> {
         let config = rank.config();
         let mesh = config.resolved_mesh();
+        check_device(&module, rank)?;
         let entries = survey(&module)?;
         let specs: Vec<_> = entries
             .iter()
@@ -105,6 +107,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
             None => module,
         };
         let links = Links::new(rank.communicator().as_ref(), &mesh, config.resharding())?;
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        let links = links.with_devices(rank)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
         refuse_unmanaged_adapters(&entries, &managed)?;
@@ -129,6 +133,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
         buffers::check_precision(&entries, &managed, &dtypes.compute)?;
+        check_dtypes(config.device, &rank.device(), dtypes.compute.iter().chain(&dtypes.output).copied())?;
         let trace = rank.trace().cloned();
         let engine = Arc::new(Engine::new(plan.clone(), shard_index, dtypes, links, settings, offload, trace));
         for (param, stored) in distributed.stored.into_iter().enumerate() {
@@ -523,6 +528,20 @@ pub(crate) fn reduce_numbers<const N: usize>(
     let sums = communicator.all_reduce(tag, &[part], reduce)?;
     let sums = sums.first().map_or(&[][..], |bytes| bytes.as_chunks::<8>().0);
     Ok(std::array::from_fn(|index| sums.get(index).map_or(f64::NAN, |bytes| f64::from_ne_bytes(*bytes))))
+}
+
+/// Inputs, which are made on the rank's device, must meet parameters there.
+fn check_device<M: Module>(module: &M, rank: &Rank) -> Result<(), Error> {
+    let expected = rank.device().without_autodiff();
+    let is_other = |device: &Device| device.clone().without_autodiff() != expected;
+    match module.devices().into_iter().find(is_other) {
+        Some(other) => Err(Error::Device {
+            device: rank.config().device,
+            problem: format!("this rank computes on {expected:?}, and the model is on {other:?}"),
+            remedy: "build the model and its inputs on `rank.device()`",
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Whether the model's device checkpoints. See [Note: Recompute, do not hold].

@@ -1,6 +1,9 @@
 //! What a rank is given by the launcher: its number, its peers, its configuration.
 
 use std::path::PathBuf;
+use std::sync::atomic::AtomicUsize;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -14,6 +17,7 @@ use fsdp_core::{
     Trace, Traffic,
 };
 
+use crate::device::{Board, DeviceMemory};
 use crate::model::{reduce_number, reduce_numbers};
 use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
 
@@ -21,6 +25,14 @@ use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
 #[derive(Clone, Debug)]
 pub struct Rank {
     config: Arc<Config>,
+    /// Without autodiff.
+    device: Device,
+    /// Of the ranks that are threads of this process and share a device.
+    #[cfg_attr(not(any(feature = "cuda", feature = "cpu")), expect(dead_code))]
+    board: Option<Arc<Board>>,
+    /// Models that this rank has sharded.
+    #[cfg_attr(not(any(feature = "cuda", feature = "cpu")), expect(dead_code))]
+    num_models: Arc<AtomicUsize>,
     recorder: Arc<dyn Communicator>,
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
@@ -34,13 +46,16 @@ pub struct Rank {
 impl Rank {
     pub(crate) fn new(
         config: Arc<Config>,
+        device: Device,
         communicator: Arc<dyn Communicator>,
         trace: Option<Arc<Trace>>,
     ) -> Result<Self, Error> {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        let rank = Self { config, recorder, traffic, control, trace, tier: Arc::default(), channel: None };
+        let (num_models, tier) = (Arc::default(), Arc::default());
+        let rank =
+            Self { config, device, board: None, num_models, recorder, traffic, control, trace, tier, channel: None };
         // At once, so that a directory that cannot be used is known before anything is computed.
         if let Some(key) = rank.config.offload.nvme_key() {
             rank.open_tier(key)?;
@@ -51,6 +66,22 @@ impl Rank {
     /// As a process of several.
     pub(crate) fn with_channel(self, channel: Arc<ControlChannel>) -> Self {
         Self { channel: Some(channel), ..self }
+    }
+
+    /// As a thread of several.
+    pub(crate) fn with_board(self, board: Option<Arc<Board>>) -> Self {
+        Self { board, ..self }
+    }
+
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(crate) fn board(&self) -> Option<&Arc<Board>> {
+        self.board.as_ref()
+    }
+
+    /// A number for one more model, the same on all ranks.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(crate) fn next_model(&self) -> usize {
+        self.num_models.fetch_add(1, Ordering::Relaxed)
     }
 
     /// This rank's number, from 0.
@@ -73,12 +104,13 @@ impl Rank {
         &self.config
     }
 
-    /// The device to build the model and its inputs on: with autodiff, and with Burn's balanced gradient checkpointing.
+    /// The device to build the model and its inputs on, which the configuration's `device` says: with autodiff, and with
+    /// Burn's balanced gradient checkpointing.
     ///
     /// Checkpointing is what lets gathered weights go after forward where a layer uses a view of them, as a linear
     /// layer on three dimensions does. It also keeps fewer activations, and gives the same bits.
     pub fn device(&self) -> Device {
-        Device::flex().autodiff().gradient_checkpointing()
+        self.device.clone().autodiff().gradient_checkpointing()
     }
 
     /// Shards a model that this rank has just built. All ranks get rank 0's initial weights, running statistics, and
@@ -279,6 +311,20 @@ impl Rank {
     /// What this rank has written to its disk and read from it; `None` where nothing is offloaded to one.
     pub fn tier_stats(&self) -> Option<TierStats> {
         self.tier.get().map(|tier| tier.stats())
+    }
+
+    /// What this rank's device holds for tensors at the moment; `None` where that is the memory of the process. Waits for what
+    /// the device has to do.
+    ///
+    /// ```
+    /// use fsdp_burn::{Config, launch};
+    ///
+    /// let memory = launch(&Config::default(), |rank| Ok(rank.device_memory()))?;
+    /// assert_eq!(memory, [None]); // the processor
+    /// # Ok::<(), fsdp_burn::Error>(())
+    /// ```
+    pub fn device_memory(&self) -> Option<DeviceMemory> {
+        DeviceMemory::of(&self.device)
     }
 
     /// Who lets other ranks wait for longer than `patience`, in which operation; `None` if nobody does. Where ranks are

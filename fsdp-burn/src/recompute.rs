@@ -118,12 +118,45 @@ impl Pass {
     }
 }
 
+/// A tensor of one of the backends that ranks compute on, without its number of dimensions.
+pub(crate) enum Erased {
+    Flex(FlexTensor),
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    Cube(FloatTensor<burn::backend::Cube>),
+}
+
+impl Erased {
+    fn of<const D: usize>(tensor: Tensor<D>) -> Self {
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        if !crate::device::is_host(&tensor.device()) {
+            return match tensor.try_into_primitive::<burn::backend::Cube>() {
+                Ok(tensor) => Erased::Cube(tensor),
+                Err(error) => unreachable!("{}: {error:?}", Self::ELSEWHERE),
+            };
+        }
+        match tensor.try_into_primitive::<Flex>() {
+            Ok(tensor) => Erased::Flex(tensor),
+            Err(error) => unreachable!("{}: {error:?}", Self::ELSEWHERE),
+        }
+    }
+
+    fn tensor<const D: usize>(self) -> Tensor<D> {
+        match self {
+            Erased::Flex(tensor) => Tensor::from_primitive::<Flex>(tensor),
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            Erased::Cube(tensor) => Tensor::from_primitive::<burn::backend::Cube>(tensor),
+        }
+    }
+
+    pub(crate) const ELSEWHERE: &str = "a part runs on the backend that it was given tensors of";
+}
+
 /// A part of a forward, with the types of its tensors erased: an op has none.
 #[derive(Clone)]
 pub(crate) struct Part {
-    forward: Arc<dyn Fn(FlexTensor) -> FlexTensor + Send + Sync>,
+    pub(crate) forward: Arc<dyn Fn(Erased) -> Erased + Send + Sync>,
     /// From the input and the gradient of the output to the gradient of the input.
-    backward: Arc<dyn Fn(FlexTensor, FlexTensor) -> FlexTensor + Send + Sync>,
+    pub(crate) backward: Arc<dyn Fn(Erased, Erased) -> Erased + Send + Sync>,
 }
 
 impl fmt::Debug for Part {
@@ -156,19 +189,19 @@ impl Part {
                         remedy: "pass the tensor in as the input, joined with it, or `detach()` it before the part",
                     });
                 }
-                flex(output.inner())
+                Erased::of(output.inner())
             }),
             backward: Arc::new(move |input, gradient| {
                 let (module, forward) = &*again;
                 let input = leaf::<D>(input, &recorded).require_grad();
                 let output = random.during(|| Pass::Again.run(|| forward(module, input.clone())));
                 if !output.is_tracked() {
-                    return flex(input.inner().zeros_like());
+                    return Erased::of(input.inner().zeros_like());
                 }
                 // The gradient of this sum with respect to the output is `gradient`.
                 let mut gradients = (output * leaf::<E>(gradient, &recorded)).sum().backward();
                 let gradient = input.grad_remove(&mut gradients);
-                flex(gradient.unwrap_or_else(|| input.inner().zeros_like()))
+                Erased::of(gradient.unwrap_or_else(|| input.inner().zeros_like()))
             }),
         }
     }
@@ -180,18 +213,11 @@ fn fail(error: Error) -> ! {
 }
 
 /// A tensor on `device`, which records and checkpoints as it says, without a history.
-fn leaf<const D: usize>(tensor: FlexTensor, device: &Device) -> Tensor<D> {
-    let tensor = Tensor::from_inner(Tensor::from_primitive::<Flex>(tensor));
+fn leaf<const D: usize>(tensor: Erased, device: &Device) -> Tensor<D> {
+    let tensor = Tensor::from_inner(tensor.tensor());
     match device.gradient_checkpointing_strategy() {
         Some(strategy) => tensor.with_gradient_checkpointing_strategy(strategy),
         None => tensor,
-    }
-}
-
-fn flex<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
-    match tensor.try_into_primitive::<Flex>() {
-        Ok(tensor) => tensor,
-        Err(error) => unreachable!("the part runs on the backend that it was given tensors of: {error:?}"),
     }
 }
 
@@ -238,7 +264,7 @@ impl ModuleVisitor for Count {
     }
 }
 
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait RecomputeOps: Backend {
     /// The output of the part.
     fn run(input: FloatTensor<Self>, part: Part) -> FloatTensor<Self>;
@@ -248,11 +274,19 @@ pub(crate) trait RecomputeOps: Backend {
 
 impl RecomputeOps for Flex {
     fn run(input: FloatTensor<Self>, part: Part) -> FloatTensor<Self> {
-        (part.forward)(input)
+        flex((part.forward)(Erased::Flex(input)))
     }
 
     fn run_again(input: FloatTensor<Self>, gradient: FloatTensor<Self>, part: Part) -> FloatTensor<Self> {
-        (part.backward)(input, gradient)
+        flex((part.backward)(Erased::Flex(input), Erased::Flex(gradient)))
+    }
+}
+
+fn flex(tensor: Erased) -> FlexTensor {
+    match tensor {
+        Erased::Flex(tensor) => tensor,
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        Erased::Cube(_) => unreachable!("{}", Erased::ELSEWHERE),
     }
 }
 

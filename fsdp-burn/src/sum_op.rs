@@ -24,7 +24,13 @@ pub(crate) fn sum_over_ranks<const D: usize>(x: Tensor<D>, engine: &Arc<Engine>)
 #[derive(Clone, Debug)]
 pub(crate) struct Site(Arc<Engine>);
 
-#[backend_extension(Flex, Autodiff)]
+impl Site {
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.0
+    }
+}
+
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait SumOps: Backend {
     /// The sum over all ranks.
     fn sum_over_ranks(x: FloatTensor<Self>, site: Site) -> FloatTensor<Self>;
@@ -34,11 +40,11 @@ pub(crate) trait SumOps: Backend {
 
 impl SumOps for Flex {
     fn sum_over_ranks(x: FlexTensor, site: Site) -> FlexTensor {
-        site.0.sum_in_forward(x)
+        site.engine().sum_in_forward(x)
     }
 
     fn sum_over_ranks_backward(gradient: FlexTensor, site: Site) -> FlexTensor {
-        site.0.sum_in_backward(gradient)
+        site.engine().sum_in_backward(gradient)
     }
 }
 

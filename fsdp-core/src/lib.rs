@@ -92,8 +92,9 @@ pub use comm::{
     LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
-    Accumulate, Buffers, Config, ConfigError, ConfigKey, Fate, GradientReduction, Location, NonFinite, OffloadConfig,
-    Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated, TranslatedItem, config_keys,
+    Accumulate, Buffers, Config, ConfigError, ConfigKey, DeviceChoice, Exchange, Fate, GradientReduction, Location,
+    NonFinite, OffloadConfig, Place, PrecisionConfig, PrefetchConfig, TierShares, TrainingConfig, Translated,
+    TranslatedItem, config_keys,
 };
 pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;

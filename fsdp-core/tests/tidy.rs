@@ -191,6 +191,8 @@ const UNSAFE_FILES: [&str; 14] = [
     "fsdp-core/src/testing/loopback.rs",
     // A library of C.
     "fsdp-core/src/mpi/library.rs",
+    // CUDA's streams and events, and NCCL.
+    "fsdp-burn/src/peers/nccl.rs",
 ];
 
 #[test]

@@ -3,7 +3,7 @@
 use std::io::{Error as IoError, ErrorKind};
 use std::time::Duration;
 
-use fsdp_burn::Error;
+use fsdp_burn::{DeviceChoice, Error};
 use fsdp_core::{AbortCause, CommError, Issued, OpKind, OpTag, Phase};
 
 use super::Example;
@@ -21,7 +21,14 @@ fn ranks() -> Vec<Example> {
     let stuck = Error::RankStuck { rank: 2, waited_s: 300.0, cause: format!("rank 1 panicked: {panicked}") };
     let source = Box::new(Error::program("the data set is empty"));
     let io = Error::io("cannot create", "runs/gpt", IoError::from(ErrorKind::PermissionDenied));
+    let device = Error::Device {
+        device: DeviceChoice::Cuda,
+        problem: "GPU 2 is asked for, and this host has 2, numbered from 0".into(),
+        remedy: "start as many ranks as GPUs on each host, let them share one with `device = \"cuda:0\"`, or see what \
+                 CUDA_VISIBLE_DEVICES hides",
+    };
     vec![
+        of("Error::Device", device),
         of("Error::NonFinite", Error::NonFinite { step: 12, norm: f64::INFINITY }),
         of("Error::RankPanicked", Error::RankPanicked { rank: 1, message: panicked }),
         of("Error::RankFailed", Error::RankFailed { rank: 1, source }),

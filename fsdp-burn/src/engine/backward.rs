@@ -6,13 +6,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use burn::backend::Flex;
-use burn::backend::flex::FlexTensor;
-use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
 
-use super::{Engine, EngineFailed, State, size_bytes};
+use super::{Engine, EngineFailed, State, Whole};
 use crate::scaled_loss::with_scale_due;
 use crate::{Error, host};
 
@@ -86,7 +83,7 @@ impl Engine {
         if state.in_backward { Ok(()) } else { self.start_backward(state) }
     }
 
-    pub(super) fn try_capture(&self, param: usize, gradient: FlexTensor) -> Result<(), Error> {
+    pub(super) fn try_capture(&self, param: usize, gradient: Whole) -> Result<(), Error> {
         let mut state = self.lock();
         if state.backward_begins_itself {
             self.backward_has_begun(&mut state)?;
@@ -102,17 +99,16 @@ impl Engine {
             // Multiplying by 1 changes nothing but the time it takes.
             let gradient = match state.weight {
                 1.0 => gradient,
-                weight => Flex::float_mul_scalar(gradient, weight.into()),
+                weight => gradient.times(weight)?,
             };
             let sum = match state.local[param].take() {
                 Some(sum) => {
-                    state.held.local -= size_bytes(&sum);
-                    let dtype = host::burn_dtype(self.dtypes.master[param]).into();
-                    Flex::float_add(Flex::float_cast(sum, dtype), Flex::float_cast(gradient, dtype))
+                    state.held.local -= sum.size_bytes();
+                    sum.plus(gradient, host::float_dtype(self.dtypes.master[param]))?
                 }
                 None => gradient,
             };
-            state.held.local += size_bytes(&sum);
+            state.held.local += sum.size_bytes();
             state.local[param] = Some(sum);
             state.note();
         }

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use burn::backend::Flex;
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use bytes::Bytes;
 use fsdp_core::{
-    Action, CommError, Communicator, Dtype, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart, ShardLayout,
-    SpanKind, UnitIndex,
+    AbortCause, Action, CommError, Communicator, Dtype, GatherPart, OpTag, Phase, PlannedParam, Reduce, ReducePart,
+    ShardLayout, SpanKind, UnitIndex,
 };
 
 use super::missing::{missing_gradient, present_gradient};
 use super::tiers::Reduced;
-use super::{Engine, Gathered, State, size_bytes};
+use super::{Engine, Gathered, State, Whole};
 use crate::Error;
 use crate::host::{self, cut};
 
@@ -20,6 +21,8 @@ impl Engine {
     pub(super) fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
         for action in actions {
             match action {
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Action::Gather(unit) if self.links.devices.is_some() => self.start_exchange(state, unit)?,
                 Action::Gather(unit) => {
                     let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
                     let part = |param| Ok(self.rounded_part(param, &self.take_stored(state, param)?));
@@ -31,20 +34,35 @@ impl Engine {
                     state.note();
                 }
                 Action::WaitGather(unit) => {
-                    if let Gathered::UnderWay(pending) = std::mem::take(&mut state.units[unit].gathered) {
-                        let full = self.wait(state, SpanKind::Gather, unit, pending)?;
-                        state.units[unit].gathered = Gathered::Yes(full);
-                    }
+                    let gathered = match std::mem::take(&mut state.units[unit].gathered) {
+                        Gathered::UnderWay(pending) => {
+                            Gathered::Yes(self.wait(state, SpanKind::Gather, unit, pending)?)
+                        }
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::Exchanging(ticket) => self.finish_exchange(state, unit, ticket)?,
+                        gathered => gathered,
+                    };
+                    state.units[unit].gathered = gathered;
                 }
-                Action::Free(unit) => match std::mem::take(&mut state.units[unit].gathered) {
-                    Gathered::No => {}
-                    Gathered::Resharded(blocks) => state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>(),
-                    Gathered::UnderWay(_) | Gathered::Yes(_) => {
-                        state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
+                Action::Free(unit) => {
+                    match std::mem::take(&mut state.units[unit].gathered) {
+                        Gathered::No => continue,
+                        Gathered::Resharded(blocks) => {
+                            state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>();
+                            continue;
+                        }
+                        Gathered::UnderWay(_) | Gathered::Yes(_) => {}
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::OnDevice(_) => {}
+                        #[cfg(any(feature = "cuda", feature = "cpu"))]
+                        Gathered::Exchanging(ticket) => drop(self.finish_exchange(state, unit, ticket)?),
                     }
-                },
+                    state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
+                }
                 Action::Reshard(unit) => self.reshard(state, unit),
                 Action::Regather(unit) => self.regather(state, unit),
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Action::Reduce(unit) if self.links.devices.is_some() => self.start_reduce_on_devices(state, unit)?,
                 Action::Reduce(unit) => self.start_reduce(state, unit),
                 Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
                 Action::Publish(unit) => {
@@ -148,16 +166,14 @@ impl Engine {
         let params: Vec<_> = self.trainable(unit).map(|(param, spec)| (param, spec.clone())).collect();
         for (param, spec) in params {
             let (local, dtype) = (state.local[param].take(), self.dtypes.reduce[param]);
-            state.held.local -= local.as_ref().map_or(0, size_bytes);
+            state.held.local -= local.as_ref().map_or(0, Whole::size_bytes);
+            bytes += spec.layout.full_len() * dtype.size_bytes();
             let full = match local {
-                Some(gradient) => {
-                    let gradient = Flex::float_cast(gradient, host::burn_dtype(dtype).into());
-                    present_gradient(gradient, &spec.layout, dtype)
-                }
-                None => missing_gradient(spec.layout.full_len(), dtype),
+                Some(Whole::Here(gradient)) => Full::Here(as_sent(gradient, &spec.layout, dtype)),
+                Some(coming) => Full::Coming(coming),
+                None => Full::Here(missing_gradient(spec.layout.full_len(), dtype)),
             };
-            bytes += full.len();
-            let part = |layout| ReducePart { full, layout, dtype };
+            let part = |layout| SentPart { full, layout, dtype };
             if spec.is_split() {
                 split.push(part(spec.layout));
             } else {
@@ -180,8 +196,7 @@ impl Engine {
     }
 
     fn finish_reduce(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
-        let Some(pending) = state.units[unit].reducing.take() else { return Ok(()) };
-        let reduced = self.wait(state, SpanKind::Reduce, unit, pending)?;
+        let Some(reduced) = self.take_sums(state, unit)? else { return Ok(()) };
         state.held.reducing -= std::mem::take(&mut state.units[unit].reducing_bytes);
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
@@ -203,6 +218,16 @@ impl Engine {
         Ok(())
     }
 
+    /// What a reduction that is under way comes to, if one is: blocks of the split parameters, then the whole ones.
+    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Bytes>>, Error> {
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        if let Some(tickets) = state.units[unit].exchanging.take() {
+            return self.finish_reduce_on_devices(state, unit, tickets).map(Some);
+        }
+        let Some(pending) = state.units[unit].reducing.take() else { return Ok(None) };
+        self.wait(state, SpanKind::Reduce, unit, pending).map(Some)
+    }
+
     fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {
         let dtype = self.dtypes.master[param];
         let flat = |bytes: Bytes| {
@@ -213,10 +238,47 @@ impl Engine {
     }
 }
 
+/// A gradient in the type that it is sent in.
+fn as_sent(gradient: FlexTensor, layout: &ShardLayout, dtype: Dtype) -> Bytes {
+    present_gradient(Flex::float_cast(gradient, host::burn_dtype(dtype).into()), layout, dtype)
+}
+
+/// A gradient that is to be reduced.
+struct SentPart {
+    full: Full,
+    layout: ShardLayout,
+    dtype: Dtype,
+}
+
+enum Full {
+    Here(Bytes),
+    /// It is waited for where the reduction runs, so that a device goes on with backward meanwhile.
+    Coming(Whole),
+}
+
+impl SentPart {
+    fn wait(self, world: &dyn Communicator) -> Result<ReducePart, CommError> {
+        let Self { full, layout, dtype } = self;
+        let full = match full {
+            Full::Here(full) => full,
+            Full::Coming(gradient) => match gradient.wait() {
+                Ok(gradient) => as_sent(gradient, &layout, dtype),
+                Err(error) => {
+                    let rank = world.rank();
+                    let cause = AbortCause::RankFailed { rank, message: error.to_string() };
+                    world.abort(cause.clone());
+                    return Err(CommError::Aborted { rank, cause });
+                }
+            },
+        };
+        Ok(ReducePart { full, layout, dtype })
+    }
+}
+
 /// One unit's reduction, as it runs on the communication thread.
 struct ReduceJob {
-    split: Vec<ReducePart>,
-    whole: Vec<ReducePart>,
+    split: Vec<SentPart>,
+    whole: Vec<SentPart>,
     tag: OpTag,
     reduce: Reduce,
     shard: Arc<dyn Communicator>,
@@ -227,28 +289,31 @@ impl ReduceJob {
     /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum; but half precision
     /// is divided by the shards first, so that no partial sum overflows, and is added up over replicas in float32.
     fn run(self, world: &dyn Communicator) -> Result<Vec<Bytes>, CommError> {
+        let waited =
+            |parts: Vec<SentPart>| parts.into_iter().map(|part| part.wait(world)).collect::<Result<Vec<_>, _>>();
+        let (split, whole) = (waited(self.split)?, waited(self.whole)?);
         let mut reduced = Vec::new();
-        if !self.split.is_empty() {
+        if !split.is_empty() {
             reduced = match &self.replicas {
-                None => self.shard.reduce_scatter(&self.tag, &self.split, self.reduce)?,
+                None => self.shard.reduce_scatter(&self.tag, &split, self.reduce)?,
                 Some(replicas) => {
-                    let is_half = self.split.iter().any(|part| part.dtype.size_bytes() < 4);
+                    let is_half = split.iter().any(|part| part.dtype.size_bytes() < 4);
                     let num_shards = if is_half { self.shard.world_size() } else { 1 };
-                    let blocks = self.shard.reduce_scatter(&self.tag, &self.split, Reduce::mean(num_shards))?;
+                    let blocks = self.shard.reduce_scatter(&self.tag, &split, Reduce::mean(num_shards))?;
                     let part = |(block, part): (Bytes, &ReducePart)| {
                         let dtype = sum_over_replicas(part.dtype);
                         let full = host::cast(&block, part.dtype, dtype);
                         let layout = ShardLayout::new(&[full.len() / dtype.size_bytes()], 0, replicas.world_size());
                         ReducePart { full, layout, dtype }
                     };
-                    let parts: Vec<_> = blocks.into_iter().zip(&self.split).map(part).collect();
+                    let parts: Vec<_> = blocks.into_iter().zip(&split).map(part).collect();
                     let rest = Reduce { scale: self.reduce.scale * num_shards as f64 };
                     replicas.all_reduce(&self.tag, &parts, rest)?
                 }
             };
         }
-        if !self.whole.is_empty() {
-            reduced.extend(world.all_reduce(&self.tag, &self.whole, self.reduce)?);
+        if !whole.is_empty() {
+            reduced.extend(world.all_reduce(&self.tag, &whole, self.reduce)?);
         }
         Ok(reduced)
     }

@@ -10,17 +10,20 @@ mod backward;
 mod execute;
 mod missing;
 mod observe;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+mod on_device;
 mod settings;
 mod sum;
 mod tiers;
+mod whole;
 
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::backend::flex::FlexTensor;
-use burn::backend::{Backend, TensorMetadata};
+use burn::backend::Backend;
+use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
     AbortCause, Accumulate, Action, Communicator, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending,
@@ -29,10 +32,13 @@ use fsdp_core::{
 };
 
 pub use observe::EngineStats;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+pub(crate) use whole::Coming;
+pub(crate) use whole::Whole;
 
 use crate::Error;
 use crate::gather_op::{Ladder, Use};
-use crate::host::{self, cut};
+use crate::host::{self, Identity, cut};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::{Dtypes, Summary};
@@ -80,8 +86,10 @@ struct State {
     /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
     /// with].
     masters: Vec<Option<Bytes>>,
+    /// By parameter: the tensor that the model stores, where that is not the memory of what is stored here.
+    lent: Vec<Option<Identity>>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
-    local: Vec<Option<FlexTensor>>,
+    local: Vec<Option<Whole>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
     reduced: Vec<Option<Reduced>>,
     units: Vec<UnitBuffers>,
@@ -115,6 +123,9 @@ struct State {
 struct UnitBuffers {
     gathered: Gathered,
     reducing: Option<Pending<Vec<Bytes>>>,
+    /// The same from device to device: of split parameters, and of whole ones.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    exchanging: Option<[Option<crate::peers::Ticket>; 2]>,
     reducing_bytes: usize,
     publishing: Option<Pending<Vec<Bytes>>>,
 }
@@ -128,6 +139,18 @@ enum Gathered {
     Yes(Vec<Bytes>),
     /// This rank's blocks of a smaller group, in the same order and in the type that is computed in.
     Resharded(Vec<Bytes>),
+    /// As [`Gathered::UnderWay`] and [`Gathered::Yes`], from device to device.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    Exchanging(crate::peers::Ticket),
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    OnDevice(Vec<crate::peers::CubeFloat>),
+}
+
+/// A whole parameter, for one use of it.
+pub(crate) enum Lent {
+    Host(TensorData),
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    OnDevice(crate::peers::CubeFloat),
 }
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
@@ -178,7 +201,8 @@ impl Engine {
             schedule,
             stored: vec![Bytes::new(); num_params],
             masters: vec![None; num_params],
-            local: vec![None; num_params],
+            lent: vec![None; num_params],
+            local: (0..num_params).map(|_| None).collect(),
             reduced: (0..num_params).map(|_| None).collect(),
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
             tiers: Tiers::new(num_params, plan.units().len()),
@@ -325,12 +349,18 @@ impl Engine {
         self.run(&mut state, actions)
     }
 
-    /// The parameter of the model, for one use of it.
+    /// The model stores a tensor on a device, in place of what is stored here.
+    pub(crate) fn lend(&self, param: usize, tensor: Option<Identity>) {
+        self.lock().lent[param] = tensor;
+    }
+
+    /// The whole parameter, for one use of it; `None` where that is what the model stores. `given` is what it stores, as far
+    /// as its backend can tell.
     ///
     /// # Panics
     /// Unwinds with the error when a collective fails: `val()` has no other way to say so.
-    pub(crate) fn gather(&self, param: usize, stored: FlexTensor, usage: Use) -> FlexTensor {
-        match self.try_gather(param, stored, usage) {
+    pub(crate) fn gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Option<Lent> {
+        match self.try_gather(param, given, usage) {
             Ok(full) => full,
             Err(error) => self.fail(error),
         }
@@ -340,7 +370,7 @@ impl Engine {
     ///
     /// # Panics
     /// As [`Engine::gather`].
-    pub(crate) fn capture(&self, param: usize, gradient: FlexTensor) {
+    pub(crate) fn capture(&self, param: usize, gradient: Whole) {
         if let Err(error) = self.try_capture(param, gradient) {
             self.fail(error);
         }
@@ -427,7 +457,7 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_gather(&self, param: usize, given: FlexTensor, usage: Use) -> Result<FlexTensor, Error> {
+    fn try_gather(&self, param: usize, given: Option<Identity>, usage: Use) -> Result<Option<Lent>, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
         if usage == Use::Backward && state.backward_begins_itself {
@@ -439,7 +469,7 @@ impl Engine {
                 "finish backward first, or use the model's valid()",
             ));
         }
-        self.check_given(&state, param, &given)?;
+        self.check_given(&state, param, given)?;
         let actions = match usage {
             Use::Forward => {
                 if state.last_entered != Some(spec.unit) {
@@ -458,21 +488,25 @@ impl Engine {
         let kind = if usage == Use::Backward { SpanKind::Backward } else { SpanKind::Forward };
         self.computes(&mut state, kind, spec.unit);
         if self.plan.is_resident(spec) {
-            return Ok(given);
+            return Ok(None);
         }
         let position = self.cut_params(spec.unit).position(|(other, _)| other == param);
         match (&state.units[spec.unit].gathered, position) {
             (Gathered::Yes(full), Some(position)) => {
-                Ok(host::flex_tensor(full[position].clone(), spec.layout.shape(), self.dtypes.compute[param]))
+                let full = full[position].clone();
+                Ok(Some(Lent::Host(host::tensor_data(full, spec.layout.shape(), self.dtypes.compute[param]))))
             }
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            (Gathered::OnDevice(full), Some(position)) => Ok(Some(Lent::OnDevice(full[position].clone()))),
             _ => unreachable!("the schedule has gathered unit {} before it is used", spec.unit),
         }
     }
 
     /// The model must still store what the engine gathers: a replaced tensor would be silently ignored.
-    fn check_given(&self, state: &State, param: usize, given: &FlexTensor) -> Result<(), Error> {
+    fn check_given(&self, state: &State, param: usize, given: Option<Identity>) -> Result<(), Error> {
         let stored = &state.stored[param];
-        if stored.is_empty() || given.bytes().as_ptr() == stored.as_ptr() {
+        let expected = state.lent[param].or((!stored.is_empty()).then(|| Identity::of_memory(stored)));
+        if expected.is_none() || given.is_none() || given == expected {
             return Ok(());
         }
         let path = &self.plan.params()[param].path;
@@ -534,9 +568,4 @@ impl Engine {
         }
         std::panic::resume_unwind(Box::new(EngineFailed(error)))
     }
-}
-
-/// Size of a tensor's elements, in bytes.
-fn size_bytes(tensor: &FlexTensor) -> usize {
-    tensor.shape().num_elements() * tensor.dtype().size()
 }

@@ -88,6 +88,17 @@ impl Engine {
         Ok(value)
     }
 
+    /// This rank has stood still for its peers on devices since `begun`.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(super) fn stood_still(&self, state: &mut State, kind: SpanKind, unit: UnitIndex, begun: Instant) {
+        let now = Instant::now();
+        let stats = &mut state.stats;
+        let waited = if kind == SpanKind::Gather { &mut stats.gather_wait } else { &mut stats.reduce_wait };
+        *waited += now - begun;
+        stats.communication += now - begun;
+        self.record(state, SpanKind::Wait, unit, (begun, now), |_| ());
+    }
+
     /// Waits for a transfer of a tier, and counts how long the caller stood still.
     pub(super) fn wait_tier<T>(
         &self,

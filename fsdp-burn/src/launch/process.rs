@@ -46,8 +46,8 @@ where
     let num_cores = num_cores * process.world_size / process.local_size.unwrap_or(process.world_size).max(1);
     let program = Program::new(config, options, num_cores, program);
     let (sender, arrivals) = channel();
-    let rank = program.rank(communicator.clone()).inspect_err(|error| control.abort(cause_of(number, error)))?;
-    let rank = rank.with_channel(control.clone());
+    let rank = program.rank(communicator.clone(), process.local_rank);
+    let rank = rank.inspect_err(|error| control.abort(cause_of(number, error)))?.with_channel(control.clone());
     let run = move || {
         let result = program.run(rank);
         // The launcher may have given up on this rank.

@@ -3,13 +3,12 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use burn::tensor::Device;
 use fsdp_core::{AbortCause, Communicator, Config, FaultPlan, Faulty};
 
 use super::LaunchOptions;
 use crate::engine::EngineFailed;
 use crate::random::random_seed;
-use crate::{Error, RandomState, Rank};
+use crate::{Error, RandomState, Rank, device};
 
 /// A program with what its ranks are started with.
 pub(super) struct Program<F> {
@@ -21,23 +20,24 @@ pub(super) struct Program<F> {
 }
 
 impl<F> Program<F> {
-    /// `num_cores` are for all ranks of `config`. Seeds the device of this process.
+    /// `num_cores` are for all ranks of `config`.
     pub(super) fn new(config: Config, options: LaunchOptions, num_cores: usize, run: F) -> Self {
-        if let Some(seed) = config.seed {
-            Device::flex().seed(seed as u64);
-        }
         let seed = config.seed.map_or_else(random_seed, |seed| seed as u64);
         let num_threads = config.compute_threads(num_cores);
         Self { config: Arc::new(config), options, seed, num_threads, run }
     }
 
-    /// A rank that communicates by `communicator`.
-    pub(super) fn rank(&self, communicator: Arc<dyn Communicator>) -> Result<Rank, Error> {
+    /// A rank that communicates by `communicator` and is the `local_rank`-th of its host, if that is known. Seeds its device.
+    pub(super) fn rank(&self, communicator: Arc<dyn Communicator>, local_rank: Option<usize>) -> Result<Rank, Error> {
+        let device = device::open(&self.config, local_rank)?;
+        if let Some(seed) = self.config.seed {
+            device.seed(seed as u64);
+        }
         let linked: Arc<dyn Communicator> = match self.options.link {
             Some(link) => Arc::new(Faulty::new(communicator, FaultPlan { link: Some(link), ..FaultPlan::default() })),
             None => communicator,
         };
-        Rank::new(self.config.clone(), linked, self.options.trace.clone())
+        Rank::new(self.config.clone(), device, linked, self.options.trace.clone())
     }
 
     /// Runs to its end, whatever that is.

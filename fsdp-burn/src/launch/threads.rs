@@ -9,7 +9,7 @@ use fsdp_core::{Config, LocalWorld};
 
 use super::LaunchOptions;
 use super::program::{Program, cause_of};
-use crate::{Error, Rank};
+use crate::{Error, Rank, device};
 
 /// Runs `program` on threads, one for each rank.
 pub(super) fn launch<T, F>(config: Config, options: LaunchOptions, program: F) -> Result<Vec<T>, Error>
@@ -20,10 +20,14 @@ where
     let (timeout, world_size) = (config.timeout(), config.world_size);
     let world = LocalWorld::connect(world_size, timeout);
     let num_cores = thread::available_parallelism().map_or(1, usize::from);
+    let board = device::board(&config);
     let program = Arc::new(Program::new(config, options, num_cores, program));
     let (results, arrivals) = channel();
     // All ranks exist before the first one runs, and possibly fails.
-    let ranks = world.iter().map(|communicator| program.rank(communicator.clone())).collect::<Result<Vec<_>, _>>()?;
+    let ranks = world.iter().enumerate();
+    let ranks = ranks
+        .map(|(number, communicator)| Ok(program.rank(communicator.clone(), Some(number))?.with_board(board.clone())));
+    let ranks = ranks.collect::<Result<Vec<_>, Error>>()?;
     for (number, (rank, communicator)) in ranks.into_iter().zip(&world).enumerate() {
         let (communicator, sender, program) = (communicator.clone(), results.clone(), program.clone());
         let run = move || {

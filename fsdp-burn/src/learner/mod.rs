@@ -241,6 +241,13 @@ impl OnRanks {
             });
         }
         let world_size = self.config.world_size;
+        if !self.config.device.is_shared(world_size) {
+            return Err(Error::Device {
+                device: self.config.device,
+                problem: "a learner has one model, on one device, and each rank would have another".into(),
+                remedy: "let the ranks share a GPU with `device = \"cuda:0\"`, or write the loop with `launch`",
+            });
+        }
         let shares = Share::of_all(world_size, &train, &valid, &device);
         let shared = Shared::new(world_size, &components, (train.num_items(), valid.num_items()), starting_epoch);
         let shared = Arc::new(shared);

@@ -37,7 +37,7 @@ pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     Tensor::from_dispatch(<Dispatch as GeluOps>::fused_gelu(x.into_dispatch()))
 }
 
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "cpu")), Autodiff)]
 pub(crate) trait GeluOps: Backend {
     /// x·Φ(x).
     fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self>;

@@ -11,4 +11,6 @@ pub(crate) use batch_norm::OVER_ALL_RANKS;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub(crate) use embedding::HOLDS_INDICES_ONLY;
+#[cfg(any(feature = "cuda", feature = "cpu"))]
+pub(crate) use gelu::GeluOps;
 pub use gelu::gelu;

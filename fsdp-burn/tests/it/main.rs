@@ -8,6 +8,7 @@ mod checkpoint;
 mod common;
 mod consolidated;
 mod control_flow;
+mod devices;
 mod embedding;
 mod every_key;
 mod failure;
@@ -18,6 +19,8 @@ mod learner;
 mod lora;
 mod numbers;
 mod offload;
+#[cfg(feature = "cpu")]
+mod on_device;
 mod optimizers;
 #[cfg(feature = "mpi")]
 mod over_hosts;

@@ -79,3 +79,15 @@ named_choice! {
         Local = "local",
     }
 }
+
+named_choice! {
+    /// By which way ranks on devices exchange parameters and gradients.
+    Exchange {
+        /// Through the memory of their hosts, as ranks on processors do.
+        Host = "host",
+        /// From device to device: between GPUs by NCCL, on a device that ranks share within it.
+        Device = "device",
+        /// As [`Exchange::Device`], with NCCL on the stream of the kernels, so that it overlaps nothing: to compare.
+        Inline = "device inline",
+    }
+}

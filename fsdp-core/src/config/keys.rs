@@ -1,6 +1,7 @@
 //! Every key of the configuration file: where it is, what it takes, what it means and what it costs.
 
-use super::choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+use super::choice::{Accumulate, Buffers, Exchange, GradientReduction, NonFinite};
+use super::device::DeviceChoice;
 use super::offload::TierShares;
 use super::{Config, print};
 use crate::{Dtype, LauncherChoice, LossScale, Mesh, Stage};
@@ -41,6 +42,8 @@ pub(super) enum Kind {
     NormOrder { get: fn(&Config) -> f64, set: fn(&mut Config, f64) },
     /// One of `names`, by its index.
     Choice { names: &'static [&'static str], get: fn(&Config) -> usize, set: fn(&mut Config, usize) },
+    /// A kind of device.
+    Device { get: fn(&Config) -> DeviceChoice, set: fn(&mut Config, DeviceChoice) },
     /// Yes or no.
     Flag { get: fn(&Config) -> bool, set: fn(&mut Config, bool) },
     /// A path, or nothing.
@@ -75,6 +78,9 @@ impl ConfigKey {
             }
             Kind::NormOrder { .. } => "a number of at least 1, or \"inf\"".to_owned(),
             Kind::Choice { names, .. } => format!("\"{}\"", names.join("\" or \"")),
+            Kind::Device { .. } => {
+                "\"flex\", \"cpu\", \"cuda\", or \"cuda:0\" with the number of a GPU from 0 to 65535".to_owned()
+            }
             Kind::Flag { .. } => "true or false".to_owned(),
             Kind::OptionalPath { .. } => "a path; leave the key out for none".to_owned(),
             Kind::Tiers { .. } => {
@@ -156,6 +162,31 @@ static KEYS: &[ConfigKey] = &[
             max: Some(u16::MAX as usize),
             get: |config| config.rendezvous_port.map(usize::from),
             set: |config, port| config.rendezvous_port = port.and_then(|port| u16::try_from(port).ok()),
+        },
+    },
+    ConfigKey {
+        table: "",
+        name: "device",
+        meaning: "What ranks compute on: \"flex\" the processor; \"cuda\" an NVIDIA GPU each, by their number on the host; \
+                  \"cuda:0\" one GPU, by its number, together; \"cpu\" the processor, with the kernels of GPUs, for tests. All \
+                  but \"flex\" need the feature of their name (`cuda`, `cpu`) where the program is built.",
+        cost: "Beside a GPU blocks, reduced gradients and optimizer state stay in host memory, where the optimizer steps; what is \
+               copied, `collectives` says. \"cpu\" takes many times as long as \"flex\".",
+        kind: Kind::Device { get: |config| config.device, set: |config, device| config.device = device },
+    },
+    ConfigKey {
+        table: "",
+        name: "collectives",
+        meaning: "By which way ranks on devices exchange parameters (stage 3) and gradients: \"host\" through the memory of their \
+                  hosts, as ranks on processors do; \"device\" from device to device, between GPUs by NCCL (`libnccl.so`), on a \
+                  device that threads share within it; \"device inline\" the same, with NCCL in line with the kernels in place of beside \
+                  them, to compare. The last two not together with copies along `replicate` or `reshard_after_forward`.",
+        cost: "\"host\" copies every parameter to each device twice and every gradient back, in a step; \"device\" this rank's \
+               blocks of them. NCCL adds in an order of its own, and what it sends is not counted in `Rank::traffic`.",
+        kind: Kind::Choice {
+            names: Exchange::NAMES,
+            get: |config| config.collectives as usize,
+            set: |config, index| config.collectives = Exchange::ALL[index],
         },
     },
     ConfigKey {

@@ -5,6 +5,7 @@
 
 mod choice;
 mod deepspeed;
+mod device;
 mod error;
 mod keys;
 mod nearest;
@@ -16,8 +17,9 @@ mod tree;
 use std::path::Path;
 use std::time::Duration;
 
-pub use choice::{Accumulate, Buffers, GradientReduction, NonFinite};
+pub use choice::{Accumulate, Buffers, Exchange, GradientReduction, NonFinite};
 pub use deepspeed::{Fate, Translated, TranslatedItem};
+pub use device::DeviceChoice;
 pub use error::{ConfigError, Location, Place};
 pub use keys::{ConfigKey, config_keys};
 pub use offload::{OffloadConfig, TierShares};
@@ -54,6 +56,10 @@ pub struct Config {
     pub launcher: LauncherChoice,
     /// Port at which rank 0 waits for other processes. Default: `None`, the launcher's.
     pub rendezvous_port: Option<u16>,
+    /// What ranks compute on. Default: the processor, with Burn's Flex backend.
+    pub device: DeviceChoice,
+    /// By which way ranks on devices exchange parameters and gradients. Default: through host memory.
+    pub collectives: Exchange,
     /// The ranks as a grid whose sizes multiply to the world size. Default: `None`, all ranks along the shard axis.
     pub mesh: Option<Mesh>,
     /// Ranks along the shard axis that a unit stays cut over from forward to backward, at stage 3; they divide the axis.
@@ -131,6 +137,8 @@ impl Default for Config {
             world_size: 1,
             launcher: LauncherChoice::default(),
             rendezvous_port: None,
+            device: DeviceChoice::default(),
+            collectives: Exchange::default(),
             mesh: None,
             reshard_after_forward: None,
             timeout_s: 300.0,
@@ -326,6 +334,8 @@ mod tests {
             world_size = 8
             launcher = "torchrun"
             rendezvous_port = 4000
+            device = "cuda:3"
+            collectives = "host"
             mesh = { shard = 4, replicate = 2 }
             reshard_after_forward = 2
             timeout_s = 2.5
@@ -351,6 +361,7 @@ mod tests {
         "#;
         let json = r#"{
             "stage": 3, "world_size": 8, "launcher": "torchrun", "rendezvous_port": 4000,
+            "device": "cuda:3", "collectives": "host",
             "mesh": {"shard": 4, "replicate": 2}, "reshard_after_forward": 2, "timeout_s": 2.5,
             "threads_per_rank": 2, "seed": 0, "prefetch": {"forward": 0, "backward": 3, "max_bytes": 65536},
             "precision": {"parameters": "f16", "reduce": "bf16", "output": "bf16", "loss_scale": 128},
@@ -365,6 +376,8 @@ mod tests {
             world_size: 8,
             launcher: LauncherChoice::Only(Launcher::Torchrun),
             rendezvous_port: Some(4000),
+            device: DeviceChoice::CudaAt(3),
+            collectives: Exchange::Host,
             mesh: Some(Mesh::new([(Axis::Shard, 4), (Axis::Replicate, 2)]).unwrap()),
             reshard_after_forward: Some(2),
             timeout_s: 2.5,
@@ -478,6 +491,11 @@ mod tests {
             stage in 0..4usize,
             (replicate, shard, mesh) in (1..5usize, 1..9usize, 0..4u8),
             (launcher, rendezvous_port) in (0..5usize, proptest::option::of(1..u16::MAX)),
+            device in prop_oneof![
+                (0..3usize).prop_map(|index| DeviceChoice::named(DeviceChoice::NAMES[index]).unwrap()),
+                any::<u16>().prop_map(DeviceChoice::CudaAt),
+            ],
+            collectives in 0..3usize,
             (timeout_s, threads_per_rank) in (0.001..1e9, 0..100usize),
             seed in proptest::option::of(0..1usize << 62),
             (forward, backward) in (0..10usize, 0..10usize),
@@ -501,15 +519,20 @@ mod tests {
                 _ => Some(vec![(Axis::Shard, replicate * shard)]),
             };
             let mesh = mesh.map(|axes| Mesh::new(axes).unwrap());
+            // The axis of copies, and smaller groups in backward, go through host memory.
+            let is_plain = mesh.as_ref().is_none_or(|mesh| mesh.size(Axis::Replicate) == 1);
+            let on_device = is_plain && device != DeviceChoice::Flex && collectives > 0;
             let num_shards = mesh.as_ref().map_or(replicate * shard, |mesh| mesh.size(Axis::Shard));
             Config {
                 stage: Stage::ALL[stage],
                 world_size: replicate * shard,
                 launcher: LauncherChoice::ALL[launcher],
                 rendezvous_port,
+                device,
+                collectives: Exchange::ALL[if on_device { collectives } else { 0 }],
                 mesh,
                 // The largest true divisor, if there is one.
-                reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && num_shards.is_multiple_of(*k)),
+                reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && !on_device && num_shards.is_multiple_of(*k)),
                 timeout_s,
                 threads_per_rank,
                 seed,

@@ -56,6 +56,7 @@ pub(super) fn value(kind: &Kind, config: &Config) -> Option<String> {
             order => Some(format!("{order:?}")),
         },
         Kind::Choice { names, get, .. } => names.get(get(config)).map(|name| format!("\"{name}\"")),
+        Kind::Device { get, .. } => Some(format!("\"{}\"", get(config))),
         Kind::Flag { get, .. } => Some(get(config).to_string()),
         Kind::OptionalPath { get, .. } => get(config).map(|path| toml::Value::from(path).to_string()),
         Kind::Tiers { get, .. } => {
@@ -88,6 +89,8 @@ mod tests {
 world_size = 1
 launcher = "auto"
 # rendezvous_port is not set
+device = "flex"
+collectives = "host"
 # mesh is not set
 # reshard_after_forward is not set
 timeout_s = 300.0

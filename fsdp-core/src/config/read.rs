@@ -1,6 +1,8 @@
 //! From a tree of keys to a checked [`Config`]. Nothing in the tree is ignored: what has no key is an error.
 
 use super::Config;
+use super::choice::Exchange;
+use super::device::DeviceChoice;
 use super::error::{ConfigError, Location, Place};
 use super::keys::{ConfigKey, Kind, config_keys};
 use super::nearest::nearest;
@@ -16,6 +18,7 @@ pub(super) fn read(entries: Vec<Entry>, origin: &str) -> Result<Config, ConfigEr
     check_clipping(&reader.config, reader.at(None))?;
     check_offload(&reader.config, reader.at(None))?;
     check_resharding(&reader.config, reader.at(None))?;
+    check_collectives(&reader.config, reader.at(None))?;
     Ok(reader.config)
 }
 
@@ -26,7 +29,32 @@ pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
     check_mesh(config, at())?;
     check_clipping(config, at())?;
     check_offload(config, at())?;
-    check_resharding(config, at())
+    check_resharding(config, at())?;
+    check_collectives(config, at())
+}
+
+fn check_collectives(config: &Config, at: Location) -> Result<(), ConfigError> {
+    if config.collectives == Exchange::Host {
+        return Ok(());
+    }
+    let needs = |why: &str, remedy| {
+        let needs = format!("is \"{}\", {why}", config.collectives);
+        Err(ConfigError::Needs { at, key: "collectives".to_owned(), needs, remedy })
+    };
+    let through_host = "set it to \"host\", or leave it out";
+    if config.device == DeviceChoice::Flex {
+        return needs(
+            "is \"device\", and ranks compute on processors",
+            "set `device = \"cuda\"`, or leave the key out",
+        );
+    }
+    if config.reshard_after_forward.is_some() {
+        return needs("by which backward cannot gather among fewer ranks than forward", through_host);
+    }
+    if config.mesh.as_ref().is_some_and(|mesh| mesh.size(Axis::Replicate) > 1) {
+        return needs("by which gradients are not added up along `replicate`", through_host);
+    }
+    Ok(())
 }
 
 fn check_resharding(config: &Config, at: Location) -> Result<(), ConfigError> {
@@ -117,7 +145,7 @@ fn check_range(key: &ConfigKey, config: &Config, at: impl Fn() -> Location) -> R
         // An element type that no precision can be set to is beyond the names.
         Kind::Choice { names, get, .. } => (get(config) < names.len(), "another type".to_owned()),
         // These are valid since they were made.
-        Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
+        Kind::Device { .. } | Kind::Flag { .. } | Kind::OptionalMesh { .. } => return Ok(()),
     };
     if valid { Ok(()) } else { Err(out_of_range(at(), key.path(), key.allowed(), got)) }
 }
@@ -218,6 +246,14 @@ impl Reader<'_> {
             },
             (Kind::Flag { set, .. }, Value::Bool(flag)) => set(&mut self.config, flag),
             (Kind::OptionalPath { set, .. }, Value::Text(path)) => set(&mut self.config, Some(path)),
+            (Kind::Device { set, .. }, Value::Text(name)) => match DeviceChoice::named(&name) {
+                Some(device) => set(&mut self.config, device),
+                None => {
+                    let (at, allowed) = (self.at(place), DeviceChoice::NAMES);
+                    let nearest = nearest(&name, allowed.iter().copied());
+                    return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
+                }
+            },
             (Kind::Tiers { set, .. }, Value::Text(name)) => match TierShares::named(&name) {
                 Some(placement) => set(&mut self.config, placement),
                 None => {
@@ -355,7 +391,7 @@ mod tests {
         assert_eq!(
             refusal("[schedule]\nlr = 1"),
             "run.toml:1:2: unknown key `schedule`; keys here are `stage`, `world_size`, `launcher`, \
-             `rendezvous_port`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
+             `rendezvous_port`, `device`, `collectives`, `mesh`, `reshard_after_forward`, `timeout_s`, `threads_per_rank`, `seed`, `prefetch`, \
              `precision`, `training`, `offload`"
         );
         assert_eq!(refusal("[trainign]\n"), "run.toml:1:2: unknown key `trainign`; did you mean `training`?");

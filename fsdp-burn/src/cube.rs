@@ -1,0 +1,153 @@
+//! The ops of this crate on Burn's Cube backend, which is that of GPUs.
+//!
+//! [Note: Host memory beside a device]
+//! Blocks, reduced gradients and optimizer state are in host memory, and stepped there as on the CPU backend. What a device
+//! holds is what it computes with: a whole parameter from its use until the graph lets go of it, and a whole gradient until it
+//! is reduced. By default it is host memory, too, through which ranks exchange them, as elsewhere: a parameter is copied to the
+//! device when it is used, and a gradient back when backward has made it, which the thread of the reductions waits for. The
+//! other way is [Note: Two places of a gather]. Below stage 3 whole parameters stay on the device, as they stay in memory
+//! elsewhere.
+//!
+//! These functions run on the thread of the rank. Nothing may wait for other ranks on the thread of a device, or on that of
+//! fused operations: they belong to all ranks that share the device.
+
+use std::any::Any;
+
+use burn::backend::flex::FlexTensor;
+use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::{Backend, Cube, TensorMetadata};
+use burn::tensor::{Bytes, FloatDType, Shape, Tensor, TensorData};
+use burn_cubecl::cubecl::future::block_on;
+use burn_cubecl::cubecl::server::CopyDescriptor;
+use burn_cubecl::kernel::into_contiguous_aligned;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::Error;
+use crate::engine::{Coming, EngineFailed, Lent, Whole};
+use crate::gather_op::{GatherSite, ShardOps};
+use crate::host::{Identity, off_device};
+use crate::lora::{AdaptOps, AdaptedSite, adapt};
+use crate::nn::GeluOps;
+use crate::peers::{CubeDevice, CubeFloat};
+use crate::recompute::{Erased, Part, RecomputeOps};
+use crate::sum_op::{Site, SumOps};
+
+/// What a device calls the tensor's memory. With fusion there may be none yet.
+fn identity(tensor: &CubeFloat) -> Option<Identity> {
+    let tensor = (tensor as &dyn Any).downcast_ref::<CubeTensor>()?;
+    Some(Identity(tensor.handle.clone().binding().memory.id().value))
+}
+
+/// As [`identity`], of a tensor that is on a device.
+pub(crate) fn identity_of<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
+    tensor.clone().inner().try_into_primitive::<Cube>().ok().as_ref().and_then(identity)
+}
+
+pub(crate) fn to_device(data: TensorData, device: &CubeDevice) -> CubeFloat {
+    Cube::float_from_data(data, device)
+}
+
+/// Waits for the device.
+pub(crate) fn to_host(tensor: CubeFloat) -> Result<FlexTensor, Error> {
+    match block_on(Cube::float_into_data(tensor)) {
+        Ok(data) => Ok(FlexTensor::from_data(off_device(data))),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+/// As [`to_host`], where no `Result` can be returned.
+fn to_host_or_unwind(tensor: CubeFloat) -> FlexTensor {
+    to_host(tensor).unwrap_or_else(|error| std::panic::resume_unwind(Box::new(EngineFailed(error))))
+}
+
+/// Begins to copy a tensor to host memory, and does not wait: the copy takes its place among what the device has to do, so it
+/// is of the tensor as it is now. With fusion it is not known what there is to copy, and this waits.
+fn coming(tensor: CubeFloat) -> Whole {
+    let Some(cube) = (&tensor as &dyn Any).downcast_ref::<CubeTensor>().cloned() else {
+        return Whole::Here(to_host_or_unwind(tensor));
+    };
+    drop(tensor);
+    let cube = into_contiguous_aligned(cube);
+    let (shape, strides, dtype) = (cube.meta.shape().clone(), cube.meta.strides().clone(), cube.dtype);
+    let copy = CopyDescriptor::new(cube.handle.binding(), shape.clone(), strides, dtype.size());
+    let read = cube.client.read_tensor_async(vec![copy]);
+    let of_shape = shape.clone();
+    let wait = move || match block_on(read) {
+        Ok(mut bytes) => {
+            // A copy, since what the device has copied to lies in memory of which there is little.
+            let bytes = Bytes::from_bytes_vec(bytes.remove(0).to_vec());
+            Ok(FlexTensor::from_data(TensorData::from_bytes(bytes, of_shape, dtype)))
+        }
+        Err(error) => Err(failed(error)),
+    };
+    Whole::Coming(Coming { shape, dtype, wait: Box::new(wait) })
+}
+
+fn failed(error: impl std::fmt::Debug) -> Error {
+    Error::program(format!("the device has failed: {error:?}; go on from the last checkpoint"))
+}
+
+impl ShardOps for Cube {
+    fn gather(stored: CubeFloat, site: GatherSite) -> CubeFloat {
+        match site.engine.gather(site.param, identity(&stored), site.usage) {
+            Some(Lent::Host(full)) => to_device(full, &stored.device()),
+            Some(Lent::OnDevice(full)) => full,
+            None => stored,
+        }
+    }
+
+    fn capture(gradient: CubeFloat, site: GatherSite) -> CubeFloat {
+        let device = gradient.device();
+        let gradient = match site.engine.links().devices {
+            Some(_) => Whole::OnDevice(gradient),
+            None => coming(gradient),
+        };
+        site.engine.capture(site.param, gradient);
+        Cube::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)
+    }
+}
+
+impl AdaptOps for Cube {
+    fn gather_adapted(stored: CubeFloat, a: CubeFloat, b: CubeFloat, site: AdaptedSite) -> CubeFloat {
+        adapt::<Cube>(stored, a, b, &site)
+    }
+}
+
+impl SumOps for Cube {
+    fn sum_over_ranks(x: CubeFloat, site: Site) -> CubeFloat {
+        let device = x.device();
+        to_device(site.engine().sum_in_forward(to_host_or_unwind(x)).into_data(), &device)
+    }
+
+    fn sum_over_ranks_backward(gradient: CubeFloat, site: Site) -> CubeFloat {
+        let device = gradient.device();
+        to_device(site.engine().sum_in_backward(to_host_or_unwind(gradient)).into_data(), &device)
+    }
+}
+
+impl RecomputeOps for Cube {
+    fn run(input: CubeFloat, part: Part) -> CubeFloat {
+        cube((part.forward)(Erased::Cube(input)))
+    }
+
+    fn run_again(input: CubeFloat, gradient: CubeFloat, part: Part) -> CubeFloat {
+        cube((part.backward)(Erased::Cube(input), Erased::Cube(gradient)))
+    }
+}
+
+fn cube(tensor: Erased) -> CubeFloat {
+    match tensor {
+        Erased::Cube(tensor) => tensor,
+        Erased::Flex(_) => unreachable!("{}", Erased::ELSEWHERE),
+    }
+}
+
+impl GeluOps for Cube {
+    fn fused_gelu(x: CubeFloat) -> CubeFloat {
+        Cube::gelu(x)
+    }
+
+    fn fused_gelu_backward(x: CubeFloat, gradient: CubeFloat) -> CubeFloat {
+        Cube::gelu_backward(x, gradient)
+    }
+}

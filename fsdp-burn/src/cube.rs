@@ -12,10 +12,11 @@
 //! fused operations: they belong to all ranks that share the device.
 
 use std::any::Any;
+use std::task::{Context, Poll, Waker};
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
-use burn::backend::{Backend, Cube, TensorMetadata};
+use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::{Bytes, FloatDType, Shape, Tensor, TensorData};
 use burn_cubecl::cubecl::future::block_on;
 use burn_cubecl::cubecl::server::CopyDescriptor;
@@ -70,9 +71,16 @@ fn coming(tensor: CubeFloat) -> Whole {
     let cube = into_contiguous_aligned(cube);
     let (shape, strides, dtype) = (cube.meta.shape().clone(), cube.meta.strides().clone(), cube.dtype);
     let copy = CopyDescriptor::new(cube.handle.binding(), shape.clone(), strides, dtype.size());
-    let read = cube.client.read_tensor_async(vec![copy]);
+    let client = cube.client;
+    let mut read = Box::pin(async move { client.read_tensor_async(vec![copy]).await });
+    // Looking at it for the first time is what begins it.
+    let begun = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     let of_shape = shape.clone();
-    let wait = move || match block_on(read) {
+    let end = move || match begun {
+        Poll::Ready(read) => read,
+        Poll::Pending => block_on(read),
+    };
+    let wait = move || match end() {
         Ok(mut bytes) => {
             // A copy, since what the device has copied to lies in memory of which there is little.
             let bytes = Bytes::from_bytes_vec(bytes.remove(0).to_vec());

@@ -81,7 +81,7 @@ impl Engine {
             if spec.is_split() { split.push(flat) } else { together.push(flat) }
         }
         let reduce = &self.devices().reduce;
-        let mut start = |kind, flats: Vec<CubeFloat>| match flats.is_empty() {
+        let start = |kind, flats: Vec<CubeFloat>| match flats.is_empty() {
             true => Ok(None),
             false => reduce.start(kind, self.tag(state, Phase::Backward, unit), flats).map(Some),
         };

@@ -21,10 +21,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Shape, StreamId};
 use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::cubecl::device_handle::DeviceHandle;
-use burn_cubecl::cubecl::environment::stream::StreamId;
 use burn_cubecl::cubecl::server::{Handle, Server as _, ServerError};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;

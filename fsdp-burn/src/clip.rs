@@ -53,7 +53,7 @@ impl Norm {
     }
 
     /// The norm, from what `total` finds over all blocks.
-    fn from_totals<E>(self, mut total: impl FnMut(Total) -> Result<f64, E>) -> Result<f64, E> {
+    fn reduce_totals<E>(self, mut total: impl FnMut(Total) -> Result<f64, E>) -> Result<f64, E> {
         match self {
             Norm::Two => Ok(total(Total::Squares)?.sqrt()),
             Norm::Infinity => total(Total::Largest),
@@ -90,7 +90,7 @@ impl Total {
 
 /// The norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
 pub(crate) fn global_norm(engine: &Engine, step: u64, norm: Norm) -> Result<f64, Error> {
-    norm.from_totals(|total| global_total(engine, step, total))
+    norm.reduce_totals(|total| global_total(engine, step, total))
 }
 
 fn global_total(engine: &Engine, step: u64, total: Total) -> Result<f64, Error> {
@@ -197,7 +197,7 @@ mod tests {
                 let blocks = blocks.iter().map(|block| total.of_block(&bytes(block), Dtype::F64));
                 Ok::<_, std::convert::Infallible>(total.of_all(blocks))
             };
-            Norm::of_order(order).from_totals(total).unwrap()
+            Norm::of_order(order).reduce_totals(total).unwrap()
         };
         let blocks: [&[f64]; 3] = [&[3.0, -4.0], &[], &[0.0, -12.0]];
         assert_eq!(norm(2.0, &blocks), 13.0);

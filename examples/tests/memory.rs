@@ -333,7 +333,7 @@ macro_rules! held {
             }
             Ok(outcome)
         });
-        outcomes.unwrap()[0]
+        outcomes.expect("training runs")[0]
     }};
 }
 
@@ -438,7 +438,7 @@ fn held_of_frozen(again: bool) -> (usize, usize) {
         let planned = (0..plan.units().len()).map(|unit| 4 * plan.held_frozen_len(unit)).sum::<usize>();
         Ok((planned, held))
     });
-    outcomes.unwrap()[0]
+    outcomes.expect("training runs")[0]
 }
 
 #[test]

@@ -205,7 +205,8 @@ mod tests {
         }
         assert_eq!(read_hello(b"G"), Err(Refusal::NotOurs));
         assert_eq!(read_hello(b"FSDQ"), Err(Refusal::NotOurs));
-        assert_eq!(read_hello(b"FSDP\x02\x00"), Err(Refusal::Version(2)));
+        let other = [&b"FSDP"[..], &(VERSION + 1).to_le_bytes()].concat();
+        assert_eq!(read_hello(&other), Err(Refusal::Version(VERSION + 1)));
     }
 
     #[test]

@@ -79,7 +79,7 @@ mod tests {
         let large = plan(FieldRule::units(), Stage::Parameters, &params(1024));
         assert_eq!(held(&large), [0, 0, 1024 * 256, 0]);
         let warning = PlanWarning::HeldFrozen { units: vec!["blocks.2".into()], bytes: 1 << 20 };
-        assert_eq!(large.warnings(), [warning.clone()]);
+        assert_eq!(large.warnings(), std::slice::from_ref(&warning));
         for part in ["`blocks.2`", "1.0 MiB", "fsdp_burn::recompute"] {
             assert!(warning.to_string().contains(part), "{warning}");
         }

@@ -55,9 +55,9 @@ fn garbage_is_sent_away_without_an_answer() {
     joins_in_spite_of(|address| {
         assert_eq!(answer(address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), b"");
         assert_eq!(answer(address, &[0; 1 << 16]), b"");
-        assert_eq!(answer(address, b"FSDP\xFF\xFF")[..6], *b"FSDP\x01\x00", "it tells its version");
+        assert_eq!(answer(address, b"FSDP\xFF\xFF")[..6], *b"FSDP\x02\x00", "it tells its version");
         // A greeting, and then garbage in place of a proof: a nonce, a refusal, the end.
-        let hello = [&b"FSDP\x01\x00"[..], &[7; 32]].concat();
+        let hello = [&b"FSDP\x02\x00"[..], &[7; 32]].concat();
         let answer = answer(address, &[&hello[..], &[9; 40]].concat());
         assert_eq!((answer.len(), answer[38], &answer[39..]), (38 + 33, 1, &[0; 32][..]), "and no proof");
         Vec::new()
@@ -70,7 +70,7 @@ fn silent_and_slow_connections_hold_up_nobody() {
         let silent = (0..20).map(|_| connect(address));
         let slow = (0..20).map(|_| {
             let mut stream = connect(address);
-            stream.write_all(b"FSDP\x01").unwrap();
+            stream.write_all(b"FSDP\x02").unwrap();
             stream
         });
         silent.chain(slow).collect()
@@ -105,7 +105,7 @@ fn a_thousand_connections_change_nothing() {
         for number in 0..1000 {
             let mut stream = connect(address);
             if number % 2 == 0 {
-                stream.write_all(b"FSDP\x01\x00abc").unwrap();
+                stream.write_all(b"FSDP\x02\x00abc").unwrap();
             }
             held.push_back(stream);
             if held.len() > 300 {

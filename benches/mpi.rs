@@ -116,6 +116,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         args.sizes.write(&serde_json::json!({ "ranks": world_size, "library": library, "rows": rows }))?;
     }
     let slowest = rows.iter().map(|row| row.ratio).fold(f64::INFINITY, f64::min);
+    if rows.is_empty() {
+        return Err("no size was measured; see --min-kib and --max-kib".into());
+    }
     match args.at_least {
         Some(least) if slowest < least => Err(format!("{slowest:.2} times as fast, less than {least}").into()),
         _ => Ok(()),

@@ -120,7 +120,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         least = least.min(compare(&args, is_main, name, non_finite)?);
     }
     match args.at_least {
-        Some(wanted) if least < wanted => {
+        Some(wanted) if !(least.is_finite() && least >= wanted) => {
             Err(format!("{least:.2} of the link's time is hidden, and not {wanted}").into())
         }
         _ => Ok(()),

@@ -43,10 +43,7 @@ fn check_collectives(config: &Config, at: Location) -> Result<(), ConfigError> {
     };
     let through_host = "set it to \"host\", or leave it out";
     if config.device == DeviceChoice::Flex {
-        return needs(
-            "is \"device\", and ranks compute on processors",
-            "set `device = \"cuda\"`, or leave the key out",
-        );
+        return needs("and ranks compute on processors", "set `device = \"cuda\"`, or leave the key out");
     }
     if config.reshard_after_forward.is_some() {
         return needs("by which backward cannot gather among fewer ranks than forward", through_host);

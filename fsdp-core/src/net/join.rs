@@ -69,7 +69,7 @@ pub(crate) fn join(
                 return Err(no_answer(limits.refused, reason));
             }
             if since.elapsed() > WARN && !std::mem::replace(is_told, true) {
-                tracing::warn!(rank, "nobody listens at {address} yet, where rank 0 is to; does it run?");
+                tracing::warn!(rank, "nobody listens at {address} yet; does the rank that is to listen there run?");
             }
         }
         thread::sleep(PAUSE.min(left));

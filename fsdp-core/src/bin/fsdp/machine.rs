@@ -188,8 +188,14 @@ impl MachineArgs {
             );
             let num_threads = config.compute_threads(profile.num_cores);
             let shared = format!("{} shared by all ranks, {num_threads} compute threads each", profile.num_cores);
-            let network = profile.network(config.world_size, num_threads);
-            return Ok((network, vec![("collectives", told), ("processors", shared)]));
+            let mut network = profile.network(config.world_size, num_threads);
+            let mut all_told = vec![("collectives", told)];
+            match &mut network {
+                // A device of its own computes, and the processors are free for what is sent.
+                Collectives::Measured { taken_share, .. } if self.device.is_some() => *taken_share = 0.0,
+                _ => all_told.push(("processors", shared)),
+            }
+            return Ok((network, all_told));
         }
         let default = device.map_or("nvlink4", |device| device.link);
         let in_node = named("--link", self.link.as_deref().unwrap_or(default))?;

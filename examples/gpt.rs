@@ -132,15 +132,19 @@ impl Block {
     }
 }
 
-/// Buffers that each compute thread keeps for packing the operands of matrix products, in bytes.
-const PACKING_BYTES: u64 = 1 << 20;
+/// Buffers that each compute thread keeps for packing the operands of matrix products, in bytes: as much as its
+/// second-level cache, which Linux tells, or 1 MiB.
+pub fn packing_bytes() -> u64 {
+    let told = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index2/size").unwrap_or_default();
+    told.trim().strip_suffix('K').and_then(|kib| kib.parse().ok()).map_or(1 << 20, |kib: u64| kib << 10)
+}
 
 /// What one rank of `num_threads` compute threads holds beside its state, for `batch` sequences in float32; see
 /// [`Transformer::activations`].
 pub fn activations(config: &GptConfig, batch: usize, num_threads: usize) -> Activations {
     let GptConfig { layers, width, heads, sequence, vocabulary, recompute } = *config;
     let transformer = Transformer { layers, width, heads, sequence, vocabulary, recompute };
-    let packing_bytes = num_threads as u64 * PACKING_BYTES;
+    let packing_bytes = num_threads as u64 * packing_bytes();
     let Activations { begin_bytes, last_bytes, transient_bytes } =
         transformer.activations(batch, ComputePrecision::F32);
     Activations { begin_bytes: begin_bytes + packing_bytes, last_bytes: last_bytes + packing_bytes, transient_bytes }

@@ -25,7 +25,7 @@ pub use data::{Batch, Text};
 pub use digits::{Digit, DigitBatcher, Digits, SIDE, draw, in_steps};
 pub use epochs::EpochLines;
 pub use failure::Failure;
-pub use gpt::{Gpt, GptConfig, activations};
+pub use gpt::{Gpt, GptConfig, activations, packing_bytes};
 pub use memory::{give_memory_back, give_memory_back_if_scarce, limit_memory, parse_bytes, resident_peak};
 pub use plot::plot_losses;
 pub use progress::{Progress, StepNews};

@@ -37,7 +37,7 @@ pub struct Loaded {
     pub dir: PathBuf,
     /// Optimizer steps done when it was saved.
     pub step: u64,
-    /// What the program had stored beside model and optimizer.
+    /// What the program had stored beside model and optimizer; and `config` and `plan`, see [`ShardedModel::save`].
     pub sections: BTreeMap<String, Value>,
     /// Newer checkpoints that were passed over because they are damaged.
     pub rejected: Vec<Rejected>,

@@ -57,6 +57,8 @@ impl Norm {
         match self {
             Norm::Two => Ok(total(Total::Squares)?.sqrt()),
             Norm::Infinity => total(Total::Largest),
+            // No power that overflows or vanishes.
+            Norm::Order(1.0) => total(Total::Powers { order: 1.0, largest: 1.0 }),
             Norm::Order(order) => match total(Total::Largest)? {
                 largest if largest.is_finite() && largest > 0.0 => {
                     Ok(largest * total(Total::Powers { order, largest })?.powf(order.recip()))

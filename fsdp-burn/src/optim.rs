@@ -277,7 +277,13 @@ impl ShardedOptimizer {
     fn move_state(&mut self, engine: &Arc<Engine>, action: Action) -> Result<(), Error> {
         let Some(tier) = engine.offload().tier() else { return Ok(()) };
         match action {
-            Action::FetchState(unit) => self.away.unit(address(engine), unit).fetch(tier),
+            // State of what is frozen stays where it is.
+            Action::FetchState(unit) => {
+                let steps = |param| engine.offload().has_state(param) && engine.is_trained(param);
+                if engine.params_of(unit).any(|(param, _)| steps(param)) {
+                    self.away.unit(address(engine), unit).fetch(tier);
+                }
+            }
             Action::WriteBack(unit) => self.away.unit(address(engine), unit).write(tier)?,
             Action::WaitWriteBack(unit) => {
                 if let Some((writing, bytes)) = self.away.unit(address(engine), unit).take_writing() {

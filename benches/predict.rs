@@ -74,15 +74,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let profile = Profile::measure(&options)?;
         for (index, shape) in shapes.iter().enumerate() {
             let alone = config(1, Stage::Ddp, args.threads);
-            let typical = typical(&args, *shape, &alone)?;
-            let step = measured_step(shape, &alone, &typical);
-            println!("round {round}, {}: alone {typical:?}", args.sizes[index]);
+            // The machine's speed drifts within a round: a case is predicted from the rank alone just before it and just after.
+            let mut before = typical(&args, *shape, &alone)?;
+            println!("round {round}, {}: alone {before:?}", args.sizes[index]);
             for case in
                 cases.iter_mut().filter(|case| (case.shape.width, case.shape.layers) == (shape.width, shape.layers))
             {
                 let config = config(case.ranks, case.stage, args.threads_per_rank);
+                let measured_s = typical(&args, *shape, &config)?.step.wall_s;
+                let after = typical(&args, *shape, &alone)?;
+                let step = measured_step(shape, &alone, &between(before, after));
                 case.predicted_s.push(predict(shape, &config, &profile, &step));
-                case.measured_s.push(self::typical(&args, *shape, &config)?.step.wall_s);
+                case.measured_s.push(measured_s);
+                before = after;
             }
         }
         if round == 0 {
@@ -118,6 +122,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn config(world_size: usize, stage: Stage, threads_per_rank: usize) -> Config {
     let training = TrainingConfig { gradient_clip_norm: Some(1.0), ..TrainingConfig::default() };
     Config { world_size, stage, threads_per_rank, training, ..Config::default() }
+}
+
+/// The mean of two measurements.
+fn between(a: TypicalStep, b: TypicalStep) -> TypicalStep {
+    let mean =
+        |a: WorkTime, b: WorkTime| WorkTime { wall_s: (a.wall_s + b.wall_s) / 2.0, cpu_s: (a.cpu_s + b.cpu_s) / 2.0 };
+    TypicalStep { step: mean(a.step, b.step), optimizer: mean(a.optimizer, b.optimizer) }
 }
 
 /// What `fsdp bench --report` takes from the report of a run.

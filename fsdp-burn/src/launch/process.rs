@@ -20,7 +20,8 @@ use crate::{Error, Rank};
 /// The variable of the secret by which processes know each other.
 const SECRET: &str = "FSDP_SECRET";
 
-/// How long rank 0 may prepare before it listens, where it was started together with this rank.
+/// How long rank 0 may prepare before it listens, where it was started together with this rank: this, or a fifth of the time
+/// limit where that is longer.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// How often the launcher looks whether the run has ended elsewhere.
@@ -92,7 +93,7 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
         });
     };
     let secret = Secret::of_variable(std::env::var(SECRET).ok().as_deref())?;
-    let start_limit = if process.is_beside_rank_0() { START_LIMIT.min(timeout) } else { timeout };
+    let start_limit = if process.is_beside_rank_0() { start_limit(timeout) } else { timeout };
     let member = Member { rank, world_size, secret, timeout, start_limit };
     let control = match rank {
         0 => ControlChannel::host(Entrance::open(host, *port)?, &member)?,
@@ -102,6 +103,10 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
     };
     let communicator = SocketWorld::connect(control.clone(), timeout)?;
     Ok((control, communicator))
+}
+
+fn start_limit(timeout: Duration) -> Duration {
+    START_LIMIT.max(timeout / 5).min(timeout)
 }
 
 /// MPI tells all where rank 0 listens, and the secret.
@@ -175,5 +180,16 @@ fn told(rank: usize, cause: AbortCause) -> Error {
             Error::RankFailed { rank, source: Box::new(Error::program(message)) }
         }
         cause => CommError::Aborted { rank, cause }.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_0_has_a_minute_to_listen_or_a_fifth_of_a_long_limit_and_never_more_than_the_limit() {
+        let limits = [30, 60, 300, 3600].map(|timeout_s| start_limit(Duration::from_secs(timeout_s)).as_secs());
+        assert_eq!(limits, [30, 60, 60, 720]);
     }
 }

@@ -28,8 +28,8 @@ const STREAMED_GATHER_BYTES: usize = 4 << 20;
 const NUM_PAGES: usize = 4;
 const PAGE_BYTES: usize = 4096;
 
-/// What it takes of each page in turn: two lines of a cache.
-const STRIP_BYTES: usize = 128;
+/// What is taken of each page in turn: two lines of a cache.
+pub(super) const STRIP_BYTES: usize = 128;
 
 impl Store {
     /// What suits a sum over `num_bytes` of each rank.

@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fsdp_core::{
-    AbortCause, CommError, Communicator, Config, Control, ControlChannel, Entrance, Member, ProcessRank, Secret,
-    SocketWorld, Tier,
+    AbortCause, CommError, Communicator, Config, Control, ControlChannel, Entrance, Member, ProcessPlace, ProcessRank,
+    Secret, SocketWorld, Tier,
 };
 
 #[cfg(feature = "mpi")]
@@ -42,9 +42,7 @@ where
     let offload_dir = config.offload.nvme_path.clone();
     let (control, communicator) = connect(process, timeout)?;
     let number = process.rank;
-    // The cores are for all processes of the host, and the configuration shares them among all ranks.
-    let num_cores = thread::available_parallelism().map_or(1, usize::from);
-    let num_cores = num_cores * process.world_size / process.local_size.unwrap_or(process.world_size).max(1);
+    let num_cores = cores_of_all(&control, process, timeout)?;
     let program = Program::new(config, options, num_cores, program);
     let (sender, arrivals) = channel();
     let rank = program.rank(communicator.clone(), process.local_rank);
@@ -103,6 +101,27 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
     };
     let communicator = SocketWorld::connect(control.clone(), timeout)?;
     Ok((control, communicator))
+}
+
+/// Cores of all ranks, if all had what this one has: the configuration shares them out evenly. A launcher may have bound each rank
+/// to some cores of its host.
+fn cores_of_all(control: &ControlChannel, process: &ProcessRank, timeout: Duration) -> Result<usize, Error> {
+    let ProcessRank { rank, world_size, local_size, .. } = *process;
+    let key = |rank: usize| format!("place of rank {rank}");
+    let own = ProcessPlace::own();
+    control.put(&key(rank), own.to_string().as_bytes())?;
+    let place = |rank| -> Result<ProcessPlace, Error> {
+        Ok(ProcessPlace::read(&String::from_utf8_lossy(&control.get(&key(rank), timeout)?)))
+    };
+    let all = (0..world_size).map(place).collect::<Result<Vec<_>, Error>>()?;
+    // What this process may use by its limits, too.
+    let most = thread::available_parallelism().map_or(1, usize::from);
+    let (num_cores, num_sharing) = match own.share(&all) {
+        (0, _) => (most, local_size.unwrap_or(world_size)),
+        (num_cores, num_sharing) => (num_cores.min(most), num_sharing),
+    };
+    tracing::info!(rank, "may use {num_cores} cores, which {num_sharing} ranks share");
+    Ok(num_cores * world_size / num_sharing.max(1))
 }
 
 fn start_limit(timeout: Duration) -> Duration {

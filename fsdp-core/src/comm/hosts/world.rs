@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::awake::{count_cores, own_cores, stay_awake};
+use super::super::awake::stay_awake;
 use super::super::control::Control;
 use super::super::{AbortCause, CommError, Communicator, OpKind, OpTag, Phase};
 use super::arena::Arena;
@@ -12,6 +12,7 @@ use super::heap::Heap;
 use super::network::{Key, Network};
 use super::rank::HostRank;
 use super::table::Table;
+use crate::ProcessPlace;
 
 /// The first channel's place in a [`Key`] is a hash; this one is for what is sent before there are channels.
 const BEFORE_CHANNELS: u64 = 0;
@@ -62,10 +63,10 @@ pub fn connect(
 
     let own =
         Arena::create(arena_bytes(local.len())).map_err(|error| failed(rank, format!("no shared memory: {error}")));
-    // Process, file, length, and the cores that it may use.
+    // Process, file, length, and where it runs.
     let place = own.as_ref().map_or_else(
         |_| String::new(),
-        |arena| format!("{} {} {} {}", std::process::id(), arena.fd(), arena.len(), own_cores()),
+        |arena| format!("{} {} {} {}", std::process::id(), arena.fd(), arena.len(), ProcessPlace::own()),
     );
     let places = ask(1, &place)?;
     let own = Arc::new(own?);
@@ -79,8 +80,8 @@ pub fn connect(
     let arenas = arenas?;
 
     // A launcher may have bound each rank to cores of its own.
-    let cores = local.iter().filter_map(|&other| places[other].rsplit(' ').next());
-    let awake = stay_awake(local.len(), count_cores(cores));
+    let placed = local.iter().filter_map(|&other| places[other].splitn(4, ' ').nth(3).map(ProcessPlace::read));
+    let awake = stay_awake(local.len(), ProcessPlace::num_cores_of_any(&placed.collect::<Vec<_>>()));
     let table_bytes = Table::size_bytes(local.len());
     let heap = Heap::new(own, table_bytes);
     let table = Table::new(arenas[0].clone(), local.len());

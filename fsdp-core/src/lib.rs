@@ -100,7 +100,7 @@ pub use cost::{Link, StepTime, StepTraffic, TrafficModel, UnitTraffic};
 pub use dtype::Dtype;
 pub use forecast::{Advice, Forecast, StageForecast};
 pub use hardware::{Device, Disk, NamedLink, Network, Placement, TierRate};
-pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessRank, Started};
+pub use launcher::{Environment, Launcher, LauncherChoice, LauncherError, ProcessPlace, ProcessRank, Started};
 pub use layout::ShardLayout;
 pub use loss_scale::{LossScale, LossScaler};
 pub use memory::{

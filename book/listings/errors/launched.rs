@@ -40,7 +40,7 @@ fn meetings() -> Vec<Example> {
     let listen =
         RendezvousError::Listen { address: "0.0.0.0:29500".into(), source: IoError::from(ErrorKind::AddrInUse) };
     let reason = ErrorKind::ConnectionRefused.to_string();
-    let no_answer = RendezvousError::NoAnswer { rank: 1, address: address(), waited, reason };
+    let no_answer = RendezvousError::NoAnswer { rank: 1, wanted: 0, address: address(), waited, reason };
     let refused = RendezvousError::Refused { rank: 1, address: address(), refusal: Refusal::Secret };
     let sent_away = vec![format!("10.0.0.7:51234: {}", Refusal::NotOurs)];
     let missing =

@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fsdp_core::{
-    AbortCause, CommError, Communicator, Config, Control, ControlChannel, Entrance, Member, ProcessRank, Secret,
-    SocketWorld, Tier,
+    AbortCause, CommError, Communicator, Config, Control, ControlChannel, Entrance, Member, ProcessPlace, ProcessRank,
+    Secret, SocketWorld, Tier,
 };
 
 #[cfg(feature = "mpi")]
@@ -20,7 +20,8 @@ use crate::{Error, Rank};
 /// The variable of the secret by which processes know each other.
 const SECRET: &str = "FSDP_SECRET";
 
-/// How long rank 0 may prepare before it listens, where it was started together with this rank.
+/// How long rank 0 may prepare before it listens, where it was started together with this rank: this, or a fifth of the time
+/// limit where that is longer.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// How often the launcher looks whether the run has ended elsewhere.
@@ -41,9 +42,7 @@ where
     let offload_dir = config.offload.nvme_path.clone();
     let (control, communicator) = connect(process, timeout)?;
     let number = process.rank;
-    // The cores are for all processes of the host, and the configuration shares them among all ranks.
-    let num_cores = thread::available_parallelism().map_or(1, usize::from);
-    let num_cores = num_cores * process.world_size / process.local_size.unwrap_or(process.world_size).max(1);
+    let num_cores = cores_of_all(&control, process, timeout)?;
     let program = Program::new(config, options, num_cores, program);
     let (sender, arrivals) = channel();
     let rank = program.rank(communicator.clone(), process.local_rank);
@@ -92,7 +91,7 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
         });
     };
     let secret = Secret::of_variable(std::env::var(SECRET).ok().as_deref())?;
-    let start_limit = if process.is_beside_rank_0() { START_LIMIT.min(timeout) } else { timeout };
+    let start_limit = if process.is_beside_rank_0() { start_limit(timeout) } else { timeout };
     let member = Member { rank, world_size, secret, timeout, start_limit };
     let control = match rank {
         0 => ControlChannel::host(Entrance::open(host, *port)?, &member)?,
@@ -102,6 +101,31 @@ fn connect(process: &ProcessRank, timeout: Duration) -> Result<(Arc<ControlChann
     };
     let communicator = SocketWorld::connect(control.clone(), timeout)?;
     Ok((control, communicator))
+}
+
+/// Cores of all ranks, if all had what this one has: the configuration shares them out evenly. A launcher may have bound each rank
+/// to some cores of its host.
+fn cores_of_all(control: &ControlChannel, process: &ProcessRank, timeout: Duration) -> Result<usize, Error> {
+    let ProcessRank { rank, world_size, local_size, .. } = *process;
+    let key = |rank: usize| format!("place of rank {rank}");
+    let own = ProcessPlace::own();
+    control.put(&key(rank), own.to_string().as_bytes())?;
+    let place = |rank| -> Result<ProcessPlace, Error> {
+        Ok(ProcessPlace::read(&String::from_utf8_lossy(&control.get(&key(rank), timeout)?)))
+    };
+    let all = (0..world_size).map(place).collect::<Result<Vec<_>, Error>>()?;
+    // What this process may use by its limits, too.
+    let most = thread::available_parallelism().map_or(1, usize::from);
+    let (num_cores, num_sharing) = match own.share(&all) {
+        (0, _) => (most, local_size.unwrap_or(world_size)),
+        (num_cores, num_sharing) => (num_cores.min(most), num_sharing),
+    };
+    tracing::info!(rank, "may use {num_cores} cores, which {num_sharing} ranks share");
+    Ok(num_cores * world_size / num_sharing.max(1))
+}
+
+fn start_limit(timeout: Duration) -> Duration {
+    START_LIMIT.max(timeout / 5).min(timeout)
 }
 
 /// MPI tells all where rank 0 listens, and the secret.
@@ -175,5 +199,16 @@ fn told(rank: usize, cause: AbortCause) -> Error {
             Error::RankFailed { rank, source: Box::new(Error::program(message)) }
         }
         cause => CommError::Aborted { rank, cause }.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_0_has_a_minute_to_listen_or_a_fifth_of_a_long_limit_and_never_more_than_the_limit() {
+        let limits = [30, 60, 300, 3600].map(|timeout_s| start_limit(Duration::from_secs(timeout_s)).as_secs());
+        assert_eq!(limits, [30, 60, 60, 720]);
     }
 }

@@ -186,6 +186,10 @@ impl Communicator for Faulty {
         Ok(self.wrap(self.inner.subgroup(ranks)?))
     }
 
+    fn leave(&self) {
+        self.inner.leave();
+    }
+
     fn abort(&self, cause: AbortCause) {
         self.inner.abort(cause);
     }

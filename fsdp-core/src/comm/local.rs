@@ -2,15 +2,17 @@
 //!
 //! The n-th operation of each rank meets in one [`Slot`]. Ranks arrive under the slot's lock, which is held for
 //! bookkeeping only; data is copied and added outside any lock, each rank its own blocks, straight from the other
-//! ranks' buffers. Waiting ranks sleep.
+//! ranks' buffers. Waiting ranks stay awake for a moment, where each has a core, and then sleep.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
+use super::awake::stay_awake;
 use super::call::{Call, CallPart};
 use super::check::Member;
 use super::past_cache::Store;
@@ -24,6 +26,8 @@ use crate::ShardLayout;
 #[derive(Debug)]
 pub struct LocalWorld {
     timeout: Duration,
+    /// How long a rank waits before it sleeps.
+    awake: Duration,
     cause: OnceLock<AbortCause>,
     /// Ranks that will make no further call.
     left: Mutex<Vec<usize>>,
@@ -58,15 +62,20 @@ impl LocalWorld {
     /// # Ok::<(), fsdp_core::CommError>(())
     /// ```
     pub fn connect(world_size: usize, timeout: Duration) -> Vec<Arc<dyn Communicator>> {
-        let world = Arc::new(Self {
+        let num_cores = thread::available_parallelism().map_or(1, usize::from);
+        let domain = Domain::create(&Self::create(world_size, num_cores, timeout), (0..world_size).collect());
+        (0..world_size).map(|rank| LocalRank::create(&domain, rank)).collect()
+    }
+
+    fn create(world_size: usize, num_cores: usize, timeout: Duration) -> Arc<Self> {
+        Arc::new(Self {
             timeout,
+            awake: stay_awake(world_size, num_cores),
             cause: OnceLock::new(),
             left: Mutex::default(),
             domains: Mutex::default(),
             pool: Arc::default(),
-        });
-        let domain = Domain::create(&world, (0..world_size).collect());
-        (0..world_size).map(|rank| LocalRank::create(&domain, rank)).collect()
+        })
     }
 
     /// Returns the cause that won, which is `cause` unless the world had been aborted before.
@@ -139,9 +148,12 @@ impl Domain {
 struct Slot {
     state: Mutex<SlotState>,
     changed: Condvar,
+    /// Who is awake sees here, without the lock, that all have arrived, and that all have filled their blocks.
+    all_arrived: AtomicBool,
+    all_filled: AtomicBool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct SlotState {
     /// What the first rank to arrive asked for, and its number in the world.
     first: Option<(usize, Call)>,
@@ -151,7 +163,28 @@ struct SlotState {
     output: Option<Arc<SharedTensors>>,
     /// Which ranks have filled their blocks of the output.
     filled: Vec<bool>,
+    num_asleep: usize,
     num_left: usize,
+}
+
+impl Slot {
+    fn new(world_size: usize) -> Self {
+        let (inputs, filled) = (vec![None; world_size], vec![false; world_size]);
+        Self {
+            state: Mutex::new(SlotState { inputs, filled, ..SlotState::default() }),
+            changed: Condvar::new(),
+            all_arrived: AtomicBool::new(false),
+            all_filled: AtomicBool::new(false),
+        }
+    }
+
+    /// Tells whoever waits that something holds for all ranks from now on.
+    fn tell(&self, state: &SlotState, all: &AtomicBool) {
+        all.store(true, Ordering::Release);
+        if state.num_asleep > 0 {
+            self.changed.notify_all();
+        }
+    }
 }
 
 /// One rank's end of a domain.
@@ -181,19 +214,7 @@ impl LocalRank {
         let world = &self.domain.world;
         world.check_alive(world_rank)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let slot = lock(&self.domain.slots)
-            .entry(number)
-            .or_insert_with(|| {
-                let state = SlotState {
-                    first: None,
-                    inputs: vec![None; world_size],
-                    output: None,
-                    filled: vec![false; world_size],
-                    num_left: 0,
-                };
-                Arc::new(Slot { state: Mutex::new(state), changed: Condvar::new() })
-            })
-            .clone();
+        let slot = lock(&self.domain.slots).entry(number).or_insert_with(|| Arc::new(Slot::new(world_size))).clone();
         let visit = Visit { rank: self, slot, number, kind: call.kind, tag: call.tag.clone() };
         let mut state = lock(&visit.slot.state);
         match &state.first {
@@ -215,7 +236,7 @@ impl LocalRank {
         }
         state.inputs[self.rank] = Some(inputs.into());
         if state.inputs.iter().all(Option::is_some) {
-            visit.slot.changed.notify_all();
+            visit.slot.tell(&state, &visit.slot.all_arrived);
         }
         drop(state);
         Ok(visit)
@@ -231,7 +252,7 @@ impl LocalRank {
             Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
             None => visit.output(),
         };
-        let store = Store::of(parts.iter().map(|part| part.full.len()).sum());
+        let store = Store::of_sum(parts.iter().map(|part| part.full.len()).sum());
         output.fill(self.rank, |part, elements, target| {
             let dtype = parts[part].dtype;
             let bytes = elements.start * dtype.size_bytes()..elements.end * dtype.size_bytes();
@@ -282,12 +303,7 @@ impl Communicator for LocalRank {
         let visit = self.arrive(Call::new(OpKind::AllGather, tag).gather(parts), Vec::new(), true)?;
         let output = visit.output();
         // A rank copies its blocks as soon as it arrives, while others may be on their way.
-        let mut copied = (0, 0);
-        output.fill_runs(self.rank, |part, _, target| {
-            let start = if copied.0 == part { copied.1 } else { 0 };
-            copied = (part, start + target.len());
-            target.write_copy_of_slice(&parts[part].shard[start..copied.1])
-        });
+        output.copy(self.rank, parts.iter().map(|part| &part.shard[..]));
         visit.wait_for_output()?;
         Ok(output.views())
     }
@@ -376,7 +392,7 @@ impl Visit<'_> {
 
     /// Waits until all ranks have arrived; returns what each brought.
     fn wait_for_inputs(&self) -> Result<Vec<Arc<[Bytes]>>, CommError> {
-        let state = self.wait(|state, rank| state.inputs[rank].is_some())?;
+        let state = self.wait(&self.slot.all_arrived, |state, rank| state.inputs[rank].is_some())?;
         Ok(state.inputs.iter().flatten().cloned().collect())
     }
 
@@ -385,17 +401,25 @@ impl Visit<'_> {
         let mut state = lock(&self.slot.state);
         state.filled[self.rank.rank] = true;
         if state.filled.iter().all(|&filled| filled) {
-            self.slot.changed.notify_all();
+            self.slot.tell(&state, &self.slot.all_filled);
         }
         drop(state);
-        self.wait(|state, rank| state.filled[rank]).map(drop)
+        self.wait(&self.slot.all_filled, |state, rank| state.filled[rank]).map(drop)
     }
 
-    /// Sleeps until `ready` holds for all ranks, or the world has ended, or the timeout has passed.
-    fn wait(&self, ready: impl Fn(&SlotState, usize) -> bool) -> Result<MutexGuard<'_, SlotState>, CommError> {
+    /// Waits until `ready` holds for all ranks, or the world has ended, or the timeout has passed. `all` tells the same as
+    /// `ready` for all ranks.
+    fn wait(
+        &self,
+        all: &AtomicBool,
+        ready: impl Fn(&SlotState, usize) -> bool,
+    ) -> Result<MutexGuard<'_, SlotState>, CommError> {
         let Domain { world, ranks, .. } = &*self.rank.domain;
         let rank = ranks[self.rank.rank];
         let start = Instant::now();
+        while !all.load(Ordering::Acquire) && start.elapsed() < world.awake {
+            std::hint::spin_loop();
+        }
         let mut state = lock(&self.slot.state);
         loop {
             let missing: Vec<usize> = (0..ranks.len()).filter(|&rank| !ready(&state, rank)).collect();
@@ -411,8 +435,10 @@ impl Visit<'_> {
                 _ if !left.is_empty() => CommError::Left { rank, kind, tag: tag(), left },
                 None => CommError::Timeout { rank, kind, tag: tag(), waited: world.timeout, missing },
                 Some(remaining) => {
+                    state.num_asleep += 1;
                     let woken = self.slot.changed.wait_timeout(state, remaining);
                     state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                    state.num_asleep -= 1;
                     continue;
                 }
             };
@@ -443,20 +469,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use super::*;
     use crate::{Dtype, Phase};
 
     #[test]
     fn nothing_is_left_of_an_operation_once_all_ranks_have_left() {
-        let world = Arc::new(LocalWorld {
-            timeout: Duration::from_secs(30),
-            cause: OnceLock::new(),
-            left: Mutex::default(),
-            domains: Mutex::default(),
-            pool: Arc::default(),
-        });
+        let world = LocalWorld::create(3, 3, Duration::from_secs(30));
         let domain = Domain::create(&world, vec![0, 1, 2]);
         thread::scope(|scope| {
             for rank in 0..3 {
@@ -478,5 +496,32 @@ mod tests {
         assert!(lock(&domain.children).is_empty());
         let num_domains = lock(&world.domains).iter().filter(|domain| domain.strong_count() > 0).count();
         assert_eq!(num_domains, 1, "the channel and the group ended with their communicators");
+    }
+
+    #[test]
+    fn ranks_meet_whether_they_are_awake_or_sleep() {
+        for num_cores in [0, 2] {
+            let world = LocalWorld::create(2, num_cores, Duration::from_secs(30));
+            let domain = Domain::create(&world, vec![0, 1]);
+            thread::scope(|scope| {
+                for rank in 0..2 {
+                    let comm = LocalRank::create(&domain, rank);
+                    scope.spawn(move || {
+                        let layout = ShardLayout::new(&[4], 0, 2);
+                        for step in 0..200 {
+                            // Some arrive while the other is awake, some when it sleeps.
+                            if step % 2 == rank as u64 {
+                                thread::sleep(Duration::from_micros(25 * (step % 9)));
+                            }
+                            let tag = OpTag::new(step, Phase::Forward, "head");
+                            let shard = vec![step as u8 + rank as u8; 2].into();
+                            let part = GatherPart { shard, layout: layout.clone(), elem_bytes: 1 };
+                            let whole = comm.all_gather(&tag, &[part]).unwrap().remove(0);
+                            assert_eq!(whole[..], [step as u8, step as u8, step as u8 + 1, step as u8 + 1]);
+                        }
+                    });
+                }
+            });
+        }
     }
 }

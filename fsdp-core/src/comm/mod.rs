@@ -10,6 +10,7 @@
 //! Sums are added in the order of ranks, `((r0 + r1) + r2) + ...`, then scaled, by whichever rank and in whatever
 //! pieces. So an all-reduce, a reduce-scatter, and a loop over the ranks give the same bits for every world size.
 
+mod awake;
 pub(crate) mod call;
 pub(crate) mod check;
 mod control;

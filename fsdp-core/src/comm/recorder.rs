@@ -202,6 +202,10 @@ impl Communicator for Recorder {
         Ok(Arc::new(Self::new(self.inner.subgroup(ranks)?, self.traffic.clone())))
     }
 
+    fn leave(&self) {
+        self.inner.leave();
+    }
+
     fn abort(&self, cause: AbortCause) {
         self.inner.abort(cause);
     }

@@ -16,16 +16,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
-use super::past_cache;
+use super::past_cache::{self, Store};
 use super::pool::{Block, Pool};
 use crate::ShardLayout;
 
 /// Largest piece of a sum that is filled at once: it stays in the first-level cache while the ranks' values are added.
 pub(crate) const PIECE_BYTES: usize = 8 * 1024;
 
-/// Most bytes of a piece that is copied: all that lie side by side, so that the library's copy sees how much it is, and
-/// writes past the caches what would not fit into them.
-const WHOLE_RUNS: usize = usize::MAX;
+/// Most bytes of a piece that is copied: all that lie side by side, so that pages are read side by side.
+pub(crate) const WHOLE_RUNS: usize = usize::MAX;
 
 /// The tensors of one operation, written by all ranks, then read by all.
 #[derive(Debug)]
@@ -114,6 +113,15 @@ impl SharedTensors {
         let Ok(()) = done;
     }
 
+    /// Fills with a block for each tensor, which is given element after element, in pieces as large as can be.
+    ///
+    /// # Panics
+    /// As [`SharedTensors::fill`], or if a block is shorter than what the rank owns.
+    pub(crate) fn copy<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) {
+        let mut next = from_blocks(blocks, self.tensors.iter().map(|tensor| tensor.len_bytes).sum());
+        self.fill_runs(rank, |tensor, _, target| next(tensor, target));
+    }
+
     /// As [`SharedTensors::fill`]. After an error the rank has not filled, and there will be no view.
     pub(crate) fn try_fill<E, F>(&self, rank: usize, fill: F) -> Result<(), E>
     where
@@ -168,6 +176,21 @@ impl SharedTensors {
         assert_eq!(self.filled.load(Ordering::Acquire), num_writers, "all ranks fill before anyone reads");
         let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), len_bytes: tensor.len_bytes };
         self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
+    }
+}
+
+/// Writes one piece of a tensor after the other, given its number, from blocks in which elements lie side by side. All
+/// tensors together have so many bytes. Before others read, a [`fence`](past_cache::fence) is due.
+pub(crate) fn from_blocks<'b>(
+    blocks: impl IntoIterator<Item = &'b [u8]>,
+    num_bytes: usize,
+) -> impl for<'a> FnMut(usize, &'a mut [MaybeUninit<u8>]) -> &'a mut [u8] {
+    let mut blocks: Vec<&[u8]> = blocks.into_iter().collect();
+    let store = Store::of_gather(num_bytes);
+    move |tensor, target| {
+        let (piece, rest) = blocks[tensor].split_at(target.len());
+        blocks[tensor] = rest;
+        store.copy(piece, target)
     }
 }
 
@@ -267,6 +290,17 @@ mod tests {
             target.write_copy_of_slice(&elements.map(|element| element as u8).collect::<Vec<u8>>())
         });
         assert_eq!(block.views()[0][..], [3, 4, 8, 9]);
+    }
+
+    #[test]
+    fn blocks_are_copied_run_by_run_to_where_their_elements_belong() {
+        let tensors = [(ShardLayout::new(&[2, 5], 1, 2), 1), (ShardLayout::new(&[3], 0, 2), 2)];
+        let shared = SharedTensors::whole(None, 2, tensors);
+        shared.copy(1, [&[3, 4, 8, 9][..], &[14, 15]]);
+        shared.copy(0, [&[0, 1, 2, 5, 6, 7][..], &[10, 11, 12, 13]]);
+        let views = shared.views();
+        assert_eq!(views[0][..], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(views[1][..], [10, 11, 12, 13, 14, 15]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Adds the ranks' values of one range of elements, in the order of ranks. See [Note: Order of a sum].
 
 use std::mem::MaybeUninit;
-use std::ops::{Add, Mul};
+use std::ops::{Add, Mul, Range};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use crate::Dtype;
 
 use super::Reduce;
-use super::past_cache::Store;
+use super::past_cache::{STRIP_BYTES, Store};
 use super::shared::PIECE_BYTES;
 
 /// Writes `scale * ((s0 + s1) + s2 ...)` over `target` and returns it, initialised. Two-byte types are added and scaled in
@@ -67,7 +67,7 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
     let mut sums = [[0; BYTES]; PIECE_LEN];
     let sums = &mut sums[..target.len() / BYTES];
     let first = next().expect("a sum has at least one rank");
-    // The first sum, the last one and its scaling are the same pass where there are two ranks.
+    // The first sum, the last one and its scaling are the same pass where there are two ranks. It is the one that reads memory.
     match (next(), next()) {
         (None, _) => {
             for (sum, &a) in sums.iter_mut().zip(first) {
@@ -75,13 +75,19 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
             }
         }
         (Some(second), None) => {
-            for (sum, (&a, &b)) in sums.iter_mut().zip(first.iter().zip(second)) {
-                *sum = ((T::from_bytes(a) + T::from_bytes(b)) * scale).to_bytes();
+            for strip in strips(sums.len(), BYTES) {
+                let sources = first[strip.clone()].iter().zip(&second[strip.clone()]);
+                for (sum, (&a, &b)) in sums[strip].iter_mut().zip(sources) {
+                    *sum = ((T::from_bytes(a) + T::from_bytes(b)) * scale).to_bytes();
+                }
             }
         }
         (Some(second), Some(third)) => {
-            for (sum, (&a, &b)) in sums.iter_mut().zip(first.iter().zip(second)) {
-                *sum = (T::from_bytes(a) + T::from_bytes(b)).to_bytes();
+            for strip in strips(sums.len(), BYTES) {
+                let sources = first[strip.clone()].iter().zip(&second[strip.clone()]);
+                for (sum, (&a, &b)) in sums[strip].iter_mut().zip(sources) {
+                    *sum = (T::from_bytes(a) + T::from_bytes(b)).to_bytes();
+                }
             }
             let mut last = third;
             while let Some(following) = next() {
@@ -95,6 +101,17 @@ fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: 
         }
     }
     store.copy(sums.as_flattened(), target)
+}
+
+/// All of `len` elements of `bytes` bytes, a strip of each half in turn: a core that reads two pages side by side fetches
+/// ahead in both.
+fn strips(len: usize, bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    let (half, strip) = (len.div_ceil(2), STRIP_BYTES / bytes);
+    let of_half = move |from: usize, to: usize| from..(from + strip).min(to);
+    (0..half).step_by(strip).flat_map(move |at| {
+        let second = (half + at).min(len);
+        [of_half(at, half), of_half(second, len)]
+    })
 }
 
 /// A type of two bytes.
@@ -178,6 +195,28 @@ mod tests {
         // (1e8 + 1) - 1e8 loses the 1; any order that cancels the large values first keeps it.
         assert_eq!(sum_f32(&[vec![1e8], vec![1.0], vec![-1e8]], 1.0), [0.0]);
         assert_eq!(sum_f32(&[vec![1e8], vec![-1e8], vec![1.0]], 1.0), [1.0]);
+    }
+
+    #[test]
+    fn every_element_is_in_one_strip() {
+        for len in [0, 1, 2, 31, 32, 33, 63, 64, 65, 1000, 2048] {
+            let mut elements: Vec<usize> = strips(len, 4).flatten().collect();
+            elements.sort_unstable();
+            assert_eq!(elements, (0..len).collect::<Vec<_>>());
+        }
+        assert_eq!(strips(2048, 4).take(3).collect::<Vec<_>>(), [0..32, 1024..1056, 32..64]);
+    }
+
+    #[test]
+    fn a_sum_of_any_length_has_every_element() {
+        for len in [1, 33, 100, 2047, 2048] {
+            let values = |rank: usize| (0..len).map(|index| (rank * 10_000 + index) as f32).collect::<Vec<_>>();
+            for world_size in [1, 2, 3, 5] {
+                let sources: Vec<Vec<f32>> = (0..world_size).map(values).collect();
+                let expected: Vec<f32> = (0..len).map(|index| sources.iter().map(|of| of[index]).sum()).collect();
+                assert_eq!(sum_f32(&sources, 1.0), expected);
+            }
+        }
     }
 
     #[test]

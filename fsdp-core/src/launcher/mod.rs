@@ -5,6 +5,7 @@
 //! has started several.
 
 mod error;
+mod place;
 mod variables;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,7 @@ use std::fmt;
 use std::net::IpAddr;
 
 pub use error::LauncherError;
+pub use place::ProcessPlace;
 use variables::{FAMILIES, Family, Seen};
 
 /// The variables of a process.

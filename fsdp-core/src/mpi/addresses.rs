@@ -9,6 +9,12 @@ pub(super) fn of_this_host() -> Vec<IpAddr> {
     v4.chain(v6_of(&read("/proc/net/if_inet6")).into_iter().map(IpAddr::V6)).collect()
 }
 
+/// Where to listen so that others reach this host at as many of its addresses as can be: at those of both families, but
+/// where the system takes the unspecified address of IPv6 for that family alone, at those of IPv4, if there are any.
+pub(super) fn to_listen_at(addresses: &[IpAddr], is_v6_alone: bool) -> &'static str {
+    if is_v6_alone && addresses.iter().any(IpAddr::is_ipv4) { "0.0.0.0" } else { "::" }
+}
+
 /// The kernel's list of routes: each address of this host stands in the line before `/32 host LOCAL`.
 fn v4_of(routes: &str) -> Vec<Ipv4Addr> {
     let lines: Vec<&str> = routes.lines().map(str::trim).collect();
@@ -37,6 +43,13 @@ fn v6_of(interfaces: &str) -> Vec<Ipv6Addr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_is_reached_by_ipv4_too_whatever_the_system_takes_the_address_of_ipv6_for() {
+        let [v4, v6] = ["10.1.2.3", "fd00::2"].map(|address| address.parse::<IpAddr>().unwrap());
+        assert_eq!([to_listen_at(&[v4, v6], false), to_listen_at(&[v6], true)], ["::"; 2]);
+        assert_eq!([to_listen_at(&[v4, v6], true), to_listen_at(&[v4], true)], ["0.0.0.0"; 2]);
+    }
 
     #[test]
     fn addresses_of_the_host_are_found_among_its_routes() {

@@ -245,11 +245,24 @@ extern "C" fn end_at_exit() {
     mpi.orders().end = true;
     mpi.inbox.wake_engine();
     let start = Instant::now();
-    // The thread gives up on others after the limit, and then MPI itself has as long again.
-    let is_given_up = || mpi.aborted.load(Ordering::Relaxed) && start.elapsed() > 2 * END_LIMIT;
-    while !mpi.orders().ended && !is_given_up() {
+    while !mpi.orders().ended {
+        let aborted = mpi.aborted.load(Ordering::Relaxed);
+        let limit = exit_limit(aborted, Duration::from_millis(mpi.limit_ms.load(Ordering::Relaxed)));
+        if start.elapsed() > limit {
+            if !aborted {
+                // The program has ended: nobody else would tell.
+                eprintln!("rank {}: MPI has not ended within {limit:?}; this process exits without it", mpi.rank);
+            }
+            return;
+        }
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// How long a process that exits waits for its thread of MPI. That gives up on others after a limit, and then MPI itself has
+/// as long again as after an abort.
+fn exit_limit(aborted: bool, limit: Duration) -> Duration {
+    if aborted { 2 * END_LIMIT } else { limit + 4 * END_LIMIT }
 }
 
 /// The thread that speaks MPI.
@@ -548,4 +561,17 @@ fn check(code: c_int, call: &str) -> Result<(), String> {
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
     let text = text.get(..usize::try_from(len).unwrap_or_default()).unwrap_or_default();
     Err(format!("{call} failed: {}", String::from_utf8_lossy(text)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exit_outlasts_the_wait_for_other_processes_and_has_an_end() {
+        let limit = LEAST_END_LIMIT;
+        // Rank 0 gives up after the limit, the others a moment later.
+        assert!(exit_limit(false, limit) > limit + 2 * END_LIMIT);
+        assert!(exit_limit(true, limit) > END_LIMIT && exit_limit(true, limit) < limit);
+    }
 }

@@ -73,9 +73,10 @@ impl MpiWorld {
         if rank == 0 {
             let secret = Secret::random().map_err(refused)?;
             let near_only = hosts.iter().all(is_near);
-            let entrance = open(near_only).map_err(refused)?;
+            let all = addresses::of_this_host();
+            let entrance = open(near_only, &all).map_err(refused)?;
             let digits: String = secret.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-            let addresses: Vec<String> = addresses::of_this_host().iter().map(ToString::to_string).collect();
+            let addresses: Vec<String> = all.iter().map(ToString::to_string).collect();
             told = format!("{digits} {} {}", entrance.address().port(), addresses.join(" "));
             own = Some((secret, entrance));
         }
@@ -107,12 +108,13 @@ impl MpiWorld {
     }
 }
 
-/// A free port, for this host only or at all of its addresses: of IPv6 too, where the system has it.
-fn open(near_only: bool) -> Result<Entrance, RendezvousError> {
+/// A free port, for this host only or at its addresses.
+fn open(near_only: bool, addresses: &[IpAddr]) -> Result<Entrance, RendezvousError> {
     if near_only {
         return Entrance::open("127.0.0.1", 0);
     }
-    Entrance::open("::", 0).or_else(|_| Entrance::open("0.0.0.0", 0))
+    let is_v6_alone = std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "1");
+    Entrance::open(addresses::to_listen_at(addresses, is_v6_alone), 0).or_else(|_| Entrance::open("0.0.0.0", 0))
 }
 
 /// The first of some addresses that answers.

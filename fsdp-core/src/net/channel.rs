@@ -115,7 +115,7 @@ impl ControlChannel {
         let Member { rank, timeout, .. } = *member;
         let begun = Instant::now();
         let limits = JoinLimits { all: timeout, refused: member.start_limit };
-        let mut stream = join(address, rank, &member.terms("control"), limits)?;
+        let mut stream = join(address, [rank, 0], &member.terms("control"), limits)?;
         wait_for_start(&mut stream, rank, timeout.saturating_sub(begun.elapsed()) + AGREE)?;
         let failed = |source| RendezvousError::Io { rank, what: "cannot prepare the connection to rank 0", source };
         let local = stream.local_addr().map_err(failed)?.ip();

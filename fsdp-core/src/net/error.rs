@@ -20,14 +20,16 @@ pub enum RendezvousError {
         /// What the system says.
         source: io::Error,
     },
-    /// Rank 0 did not answer in time.
+    /// Rank 0, or another rank that was to be joined, did not answer in time.
     #[error(
-        "rank {rank} found no rank 0 at {address} within {waited:?}: {reason}. See whether rank 0 runs, whether that is its \
-         host, and whether a firewall lies between"
+        "rank {rank} found no rank {wanted} at {address} within {waited:?}: {reason}. See whether rank {wanted} runs, whether \
+         that is its host, and whether a firewall lies between"
     )]
     NoAnswer {
         /// The rank that tried.
         rank: usize,
+        /// The rank that was to answer.
+        wanted: usize,
         /// Where it tried.
         address: String,
         /// For how long.

@@ -37,15 +37,16 @@ impl From<io::Error> for Failed {
     }
 }
 
-/// Returns a connection to whoever listens at `address`, a host with a port, as rank `rank`.
+/// Returns a connection from rank `rank` to rank `wanted`, which listens at `address`, a host with a port.
 pub(crate) fn join(
     address: &str,
-    rank: usize,
+    [rank, wanted]: [usize; 2],
     terms: &Terms,
     limits: JoinLimits,
 ) -> Result<TcpStream, RendezvousError> {
     let started = Instant::now();
-    let no_answer = |waited, reason| RendezvousError::NoAnswer { rank, address: address.to_owned(), waited, reason };
+    let no_answer =
+        |waited, reason| RendezvousError::NoAnswer { rank, wanted, address: address.to_owned(), waited, reason };
     let mut reason = "there was no time".to_owned();
     // Since when nobody listens, and whether that has been told.
     let mut refused: Option<(Instant, bool)> = None;

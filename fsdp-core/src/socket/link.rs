@@ -152,7 +152,8 @@ fn join_all(control: &ControlChannel, limit: Duration) -> Result<BTreeMap<usize,
             Ok(address) => address.to_string(),
             Err(_) => format!("{}{told}", control.host_of_rank_0()),
         };
-        Ok((other, join(&address, rank, &control.terms(PURPOSE), JoinLimits { all: limit, refused: limit })?))
+        let limits = JoinLimits { all: limit, refused: limit };
+        Ok((other, join(&address, [rank, other], &control.terms(PURPOSE), limits)?))
     };
     (0..rank).map(one).collect()
 }

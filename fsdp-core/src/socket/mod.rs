@@ -182,12 +182,7 @@ impl SocketRank {
                 Some(letter) => operation.split(letter, |part| part.layout.shard_len(rank))?,
                 None => own.to_vec(),
             };
-            let mut copied = (0, 0);
-            whole.fill_runs(rank, |part, _, target| {
-                let start = if copied.0 == part { copied.1 } else { 0 };
-                copied = (part, start + target.len());
-                target.write_copy_of_slice(&blocks[part][start..copied.1])
-            });
+            whole.copy(rank, blocks.iter().map(|block| &block[..]));
         }
         Ok(whole.views())
     }

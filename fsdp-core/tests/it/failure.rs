@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fsdp_core::testing::{RankFailure, run_ranks, run_ranks_on};
 use fsdp_core::{
     AbortCause, CommError, Communicator, Dtype, Fault, FaultPlan, Faulty, GatherPart, Link, LocalWorld, OpTag, Phase,
-    Reduce, ReducePart, ShardLayout,
+    Recorder, Reduce, ReducePart, ShardLayout,
 };
 
 const LONG: Duration = Duration::from_secs(30);
@@ -66,6 +66,27 @@ fn an_error_reaches_every_rank_with_its_message() {
         let cause = AbortCause::RankFailed { rank: 1, message: error.to_string() };
         assert_eq!(results[rank], Err(RankFailure::Failed(CommError::Aborted { rank, cause })));
     }
+}
+
+#[test]
+fn a_rank_that_leaves_through_wrappers_is_named_at_once() {
+    let wrapped = LocalWorld::connect(2, LONG).into_iter().map(|comm| -> Arc<dyn Communicator> {
+        let comm = Arc::new(Recorder::new(comm, Arc::default()));
+        Arc::new(Faulty::new(comm, FaultPlan::default()))
+    });
+    let start = Instant::now();
+    let results = run_ranks_on(wrapped.collect(), 2 * LONG, |comm| match comm.rank() {
+        0 => comm.barrier(&tag(0)),
+        _ => {
+            comm.leave();
+            Ok(())
+        }
+    });
+    assert!(
+        matches!(&results[0], Err(RankFailure::Failed(CommError::Left { left, .. })) if *left == [1]),
+        "{results:?}"
+    );
+    assert!(start.elapsed() < LONG, "nobody waits for a timeout");
 }
 
 #[test]

@@ -101,6 +101,22 @@ fn a_rank_that_left_is_named_by_those_that_wait_for_it_and_what_it_sent_before_a
 }
 
 #[test]
+fn a_rank_that_is_not_found_by_another_is_named() {
+    let controls = controls(3, Duration::from_secs(1));
+    // Where nobody listens.
+    let address = Entrance::open("127.0.0.1", 0).unwrap().address().to_string();
+    controls[1].put("data address of rank 1", address.as_bytes()).unwrap();
+    let (first, last) = (controls[0].clone(), controls[2].clone());
+    let first = thread::spawn(move || SocketWorld::connect(first, LONG).map(drop));
+    let error = SocketWorld::connect(last, LONG).unwrap_err();
+    assert!(matches!(error, RendezvousError::NoAnswer { rank: 2, wanted: 1, .. }), "{error}");
+    let error = error.to_string();
+    assert!(error.contains(&format!("rank 2 found no rank 1 at {address}")), "{error}");
+    assert!(error.contains("See whether rank 1 runs"), "{error}");
+    assert!(first.join().unwrap().is_err(), "rank 1 does not come to rank 0 either");
+}
+
+#[test]
 fn a_rank_that_ends_without_a_word_ends_the_others_with_its_name_and_the_operation() {
     for lost in 0..3 {
         let controls = controls(3, LONG);

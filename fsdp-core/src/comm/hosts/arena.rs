@@ -8,6 +8,7 @@
 //! counter, stored with release and loaded with acquire, has said that they are complete.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -109,6 +110,16 @@ impl Arena {
     pub(super) unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
         // SAFETY: In the mapping, where every byte is initialised; the caller vouches for the owner.
         unsafe { std::slice::from_raw_parts_mut(self.at(offset, len).as_ptr(), len) }
+    }
+
+    /// As [`Arena::bytes_mut`], to be written as if it were new.
+    ///
+    /// # Safety
+    /// As [`Arena::bytes_mut`], and whoever gets it writes initialised bytes only.
+    #[expect(clippy::mut_from_ref, reason = "an arena is many pieces of memory, each with an owner of its own")]
+    pub(super) unsafe fn uninit_mut(&self, offset: usize, len: usize) -> &mut [MaybeUninit<u8>] {
+        // SAFETY: In the mapping; the caller vouches for the owner, and that the bytes stay initialised.
+        unsafe { std::slice::from_raw_parts_mut(self.at(offset, len).as_ptr().cast(), len) }
     }
 
     /// Gives the memory of whole pages back to the system. They read as zero afterwards.

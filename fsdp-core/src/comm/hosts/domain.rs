@@ -18,9 +18,6 @@ use super::world::World;
 /// How often a rank that waits looks whether the run has been aborted.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How long a rank looks without falling asleep: less than that takes.
-const SPINS: u32 = 200;
-
 /// A channel or a group, at one rank.
 #[derive(Debug)]
 pub(super) struct Domain {
@@ -190,7 +187,8 @@ impl Domain {
         ready: impl Fn() -> bool,
         missing: impl Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
-        for _ in 0..SPINS {
+        let start = Instant::now();
+        while start.elapsed() < self.world.awake {
             if ready() {
                 return Ok(());
             }

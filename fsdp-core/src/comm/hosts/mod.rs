@@ -9,7 +9,8 @@
 //! different hosts exchange blocks directly.
 //!
 //! What ranks of a host tell each other lies in the arena of the host's first rank (`table`): counters that only rise,
-//! each written by one rank. Waiting ranks sleep, and look every few milliseconds whether the run has been aborted.
+//! each written by one rank. Waiting ranks stay awake for a moment, where each has a core; then they sleep, and look every few
+//! milliseconds whether the run has been aborted.
 //! Channels and groups are found by name in that table, so making one sends nothing.
 
 mod arena;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::super::CommError;
-use super::super::shared::{PIECE_BYTES, pieces};
+use super::super::shared::{PIECE_BYTES, Piece, WHOLE_RUNS, from_blocks, pieces};
+use super::super::{CommError, past_cache};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
@@ -25,34 +25,33 @@ pub(super) type Fill<'f> =
 impl Output {
     /// Fills the blocks of `rank`, a number of the domain.
     pub(super) fn fill(&self, rank: usize, fill: &mut Fill<'_>) -> Result<(), CommError> {
-        for piece in pieces(self.tensors.iter().cloned(), rank, PIECE_BYTES) {
-            let held = &self.held[piece.tensor];
-            assert!(piece.first_byte + piece.num_bytes <= held.len(), "a run lies in its tensor");
-            // SAFETY: Blocks of different ranks are disjoint, each is filled by its own rank, once, and nobody reads before
-            // all have told that they are done.
-            let target = unsafe { held.arena().bytes_mut(held.offset() + piece.first_byte, piece.num_bytes) };
-            // SAFETY: Initialised bytes may be written as if they were not, and `fill` returns them initialised.
-            let target = unsafe { &mut *(std::ptr::from_mut(target) as *mut [MaybeUninit<u8>]) };
+        for (piece, target) in self.targets(rank, PIECE_BYTES) {
             fill(piece.tensor, piece.elements, target)?;
         }
+        past_cache::fence();
         Ok(())
     }
 
-    /// Copies the blocks of `rank`, each given element after element, as long runs as there are: so it is the system's copy that
-    /// decides whether they pass the cache by.
-    pub(super) fn copy<'b>(&self, rank: usize, blocks: impl Iterator<Item = &'b [u8]>) {
-        for (((layout, elem_bytes), held), block) in self.tensors.iter().zip(&self.held).zip(blocks) {
-            let mut rest = block;
-            for run in layout.runs(rank) {
-                let (offset, len) = (run.start * elem_bytes, run.len() * elem_bytes);
-                assert!(offset + len <= held.len(), "a run lies in its tensor");
-                // SAFETY: As in `fill`.
-                let target = unsafe { held.arena().bytes_mut(held.offset() + offset, len) };
-                let (block, after) = rest.split_at(len);
-                target.copy_from_slice(block);
-                rest = after;
-            }
+    /// Copies the blocks of `rank`, each given element after element: see
+    /// [`SharedTensors::copy`](super::super::shared::SharedTensors::copy).
+    pub(super) fn copy<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) {
+        let mut next = from_blocks(blocks, self.held.iter().map(|held| held.len()).sum());
+        for (piece, target) in self.targets(rank, WHOLE_RUNS) {
+            next(piece.tensor, target);
         }
+        past_cache::fence();
+    }
+
+    /// Where the blocks of `rank` belong, which is this one: piece by piece, once.
+    fn targets(&self, rank: usize, most_bytes: usize) -> impl Iterator<Item = (Piece, &mut [MaybeUninit<u8>])> {
+        pieces(self.tensors.iter().cloned(), rank, most_bytes).map(|piece| {
+            let held = &self.held[piece.tensor];
+            assert!(piece.first_byte + piece.num_bytes <= held.len(), "a run lies in its tensor");
+            // SAFETY: Blocks of different ranks are disjoint, each is filled by its own rank, once, with initialised bytes,
+            // and nobody reads before all have told that they are done.
+            let target = unsafe { held.arena().uninit_mut(held.offset() + piece.first_byte, piece.num_bytes) };
+            (piece, target)
+        })
     }
 
     /// The blocks of some ranks, to be sent or received.

@@ -297,6 +297,7 @@ impl HostRank {
         }
         self.meet(op)?;
         let remote = self.receive_buffers(op, self.remote_ranks())?;
+        let store = Store::of_sum(parts.iter().map(|part| part.full.len()).sum());
         // Of this rank's block, over all parts.
         let mut done = 0;
         fill(&mut |part, elements, target| {
@@ -309,7 +310,7 @@ impl HostRank {
                 Some(local) => rounds.window(local, at, len),
                 None => &remote[&rank][done..done + len],
             };
-            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, Store::Cached, target);
+            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, store, target);
             done += len;
             Ok(written)
         })?;
@@ -431,9 +432,12 @@ impl Communicator for HostRank {
                     let held = Held::new(domain.arena(local).clone(), offset, len);
                     // SAFETY: The root has arrived, so it has written the block.
                     let source = unsafe { held.arena().bytes(held.offset(), len) };
-                    fill_from(&block, domain.rank, source);
+                    block.copy(domain.rank, [source]);
                 }
-                None => fill_from(&block, domain.rank, &self.receive_buffers(&op, std::iter::once(root))?[&root]),
+                None => {
+                    let received = self.receive_buffers(&op, std::iter::once(root))?;
+                    block.copy(domain.rank, [&received[&root][..]]);
+                }
             }
             return Ok(block.views().remove(0));
         };
@@ -532,13 +536,4 @@ impl HostRank {
         // SAFETY: The leader has said that it is complete.
         Ok(unsafe { view(held) })
     }
-}
-
-fn fill_from(block: &SharedTensors, rank: usize, source: &[u8]) {
-    let mut done = 0;
-    block.fill_runs(rank, |_, _, target| {
-        let from = &source[done..done + target.len()];
-        done += target.len();
-        target.write_copy_of_slice(from)
-    });
 }

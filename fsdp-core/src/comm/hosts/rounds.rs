@@ -12,6 +12,7 @@ use std::iter::Peekable;
 use std::sync::atomic::Ordering;
 
 use super::super::ReducePart;
+use super::super::past_cache::Store;
 use super::super::shared::{PIECE_BYTES, Piece, pieces};
 use super::domain::{Domain, Op};
 use crate::{CommError, ShardLayout};
@@ -122,13 +123,21 @@ impl<'a> Rounds<'a> {
         for (other, outgoing) in self.outgoing.iter_mut().enumerate() {
             let start = windows + (place * num_others + other) * window;
             // SAFETY: This rank's own window, which nobody reads any more; see the top of the file.
-            let target = unsafe { domain.arena(domain.local).bytes_mut(start, window) };
+            let target = unsafe { domain.arena(domain.local).uninit_mut(start, window) };
             let mut used = 0;
-            while let Some(piece) = outgoing.next_if(|piece| used + piece.num_bytes <= window) {
-                let end = used + piece.num_bytes;
-                target[used..end]
-                    .copy_from_slice(&self.parts[piece.tensor].full[piece.first_byte..][..piece.num_bytes]);
-                used = end;
+            while let Some(Piece { tensor, first_byte, mut num_bytes, .. }) =
+                outgoing.next_if(|piece| used + piece.num_bytes <= window)
+            {
+                // What lies side by side is one copy.
+                while let Some(next) = outgoing.next_if(|next| {
+                    (next.tensor, next.first_byte) == (tensor, first_byte + num_bytes)
+                        && used + num_bytes + next.num_bytes <= window
+                }) {
+                    num_bytes += next.num_bytes;
+                }
+                let source = &self.parts[tensor].full[first_byte..first_byte + num_bytes];
+                Store::Cached.copy(source, &mut target[used..used + num_bytes]);
+                used += num_bytes;
             }
         }
         self.num_laid += 1;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::super::awake::stay_awake;
 use super::super::control::Control;
 use super::super::{AbortCause, CommError, Communicator, OpKind, OpTag, Phase};
 use super::arena::Arena;
@@ -11,6 +12,7 @@ use super::heap::Heap;
 use super::network::{Key, Network};
 use super::rank::HostRank;
 use super::table::Table;
+use crate::ProcessPlace;
 
 /// The first channel's place in a [`Key`] is a hash; this one is for what is sent before there are channels.
 const BEFORE_CHANNELS: u64 = 0;
@@ -23,6 +25,8 @@ pub(super) struct World {
     /// This rank's number in the world.
     pub(super) rank: usize,
     pub(super) timeout: Duration,
+    /// How long a rank waits for others of its host before it sleeps.
+    pub(super) awake: Duration,
     pub(super) control: Arc<dyn Control>,
     pub(super) network: Arc<dyn Network>,
     /// The host of each rank, as the number of its first rank.
@@ -59,9 +63,11 @@ pub fn connect(
 
     let own =
         Arena::create(arena_bytes(local.len())).map_err(|error| failed(rank, format!("no shared memory: {error}")));
-    let place = own
-        .as_ref()
-        .map_or_else(|_| String::new(), |arena| format!("{} {} {}", std::process::id(), arena.fd(), arena.len()));
+    // Process, file, length, and where it runs.
+    let place = own.as_ref().map_or_else(
+        |_| String::new(),
+        |arena| format!("{} {} {} {}", std::process::id(), arena.fd(), arena.len(), ProcessPlace::own()),
+    );
     let places = ask(1, &place)?;
     let own = Arc::new(own?);
     if let Some(other) = places.iter().position(String::is_empty) {
@@ -73,11 +79,14 @@ pub fn connect(
     ask(2, "")?;
     let arenas = arenas?;
 
+    // A launcher may have bound each rank to cores of its own.
+    let placed = local.iter().filter_map(|&other| places[other].splitn(4, ' ').nth(3).map(ProcessPlace::read));
+    let awake = stay_awake(local.len(), ProcessPlace::num_cores_of_any(&placed.collect::<Vec<_>>()));
     let table_bytes = Table::size_bytes(local.len());
     let heap = Heap::new(own, table_bytes);
     let table = Table::new(arenas[0].clone(), local.len());
     let ranks = (0..hosts.len()).collect();
-    let world = World { number, rank, timeout, control, network, hosts, local, arenas, heap, table };
+    let world = World { number, rank, timeout, awake, control, network, hosts, local, arenas, heap, table };
     Ok(HostRank::create(Domain::create(Arc::new(world), String::new(), ranks)?))
 }
 
@@ -136,7 +145,7 @@ fn arena_bytes(num_local: usize) -> usize {
 }
 
 fn open(rank: usize, other: usize, place: &str) -> Result<Arc<Arena>, CommError> {
-    let numbers: Vec<usize> = place.split(' ').filter_map(|number| number.parse().ok()).collect();
+    let numbers: Vec<usize> = place.split(' ').take(3).filter_map(|number| number.parse().ok()).collect();
     let [pid, fd, len] = numbers[..] else {
         return Err(failed(rank, format!("rank {other} says of its memory: {place}")));
     };

@@ -77,6 +77,8 @@ struct Background {
     num_steps: usize,
     /// What these steps and the call took more than as many steps alone.
     delay_s: f64,
+    /// Seconds of a processor that the saving threads of all ranks took; 0 where the system does not say.
+    cpu_s: f64,
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -242,6 +244,7 @@ fn beside_training(rank: &Rank, args: &Args, root: &Path) -> Result<Vec<Backgrou
     }
     let mut measured = Vec::new();
     let mut num_alone = 4;
+    let mut cpu_before_s = savers_cpu_s();
     for _ in 0..args.saves {
         let mut alone = Vec::new();
         for _ in 0..num_alone {
@@ -268,9 +271,23 @@ fn beside_training(rank: &Rank, args: &Args, root: &Path) -> Result<Vec<Backgrou
         let num_steps = meanwhile.len();
         let delay_s =
             call_s + meanwhile.iter().sum::<f64>() - num_steps as f64 * alone.iter().sum::<f64>() / alone.len() as f64;
-        measured.push(Background { call_s, duration_s: call_s + saved.took.as_secs_f64(), num_steps, delay_s });
+        let cpu_after_s = savers_cpu_s();
+        let cpu_s = cpu_after_s - std::mem::replace(&mut cpu_before_s, cpu_after_s);
+        measured.push(Background { call_s, duration_s: call_s + saved.took.as_secs_f64(), num_steps, delay_s, cpu_s });
     }
     Ok(measured)
+}
+
+/// Seconds of a processor that this process's threads for saving have taken so far.
+fn savers_cpu_s() -> f64 {
+    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten().map(|thread| thread.path());
+    let savers =
+        threads.filter(|thread| fs::read_to_string(thread.join("comm")).is_ok_and(|name| name.starts_with("save-")));
+    let nanoseconds = savers.filter_map(|thread| {
+        let times = fs::read_to_string(thread.join("schedstat")).ok()?;
+        times.split_whitespace().next()?.parse::<f64>().ok()
+    });
+    nanoseconds.sum::<f64>() / 1e9
 }
 
 fn print(results: &Results) {
@@ -292,13 +309,20 @@ fn print(results: &Results) {
     if results.background.is_empty() {
         return;
     }
-    println!("\n{:>8} {:>10} {:>6} {:>8} {:>12}", "call s", "duration s", "steps", "delay s", "of duration");
-    for Background { call_s, duration_s, num_steps, delay_s } in &results.background {
+    println!(
+        "\n{:>8} {:>10} {:>6} {:>8} {:>12} {:>8}",
+        "call s", "duration s", "steps", "delay s", "of duration", "cpu s"
+    );
+    for Background { call_s, duration_s, num_steps, delay_s, cpu_s } in &results.background {
         let share = 100.0 * delay_s / duration_s;
-        println!("{call_s:>8.3} {duration_s:>10.2} {num_steps:>6} {delay_s:>8.3} {share:>11.1}%");
+        println!("{call_s:>8.3} {duration_s:>10.2} {num_steps:>6} {delay_s:>8.3} {share:>11.1}% {cpu_s:>8.3}");
     }
     let shares: Vec<f64> = results.background.iter().map(|b| 100.0 * b.delay_s / b.duration_s).collect();
     let sum = |of: fn(&Background) -> f64| results.background.iter().map(of).sum::<f64>();
     let of_all = 100.0 * sum(|save| save.delay_s) / sum(|save| save.duration_s);
     println!("of duration: {:.1}% in the median, {of_all:.1}% of all saves together", median(&shares));
+    println!(
+        "cpu s: {:.3} in the median",
+        median(&results.background.iter().map(|save| save.cpu_s).collect::<Vec<_>>())
+    );
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn_pack::{Reader, Scalar, Writer};
+use burn_pack::{Scalar, Writer};
 use bytes::Bytes;
 use fsdp_core::checkpoint::{
     BlockData, Checkpoint, CheckpointError, ExpectedTensor, Rejected, SaveOptions, Saved, Snapshot, StoredDtype,
@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
 use crate::engine::Engine;
+use crate::flat_state::{FlatState, FlatTensor};
 use crate::model::reduce_number;
 use crate::offload::RecordReader;
 use crate::survey::Entry;
@@ -58,8 +59,8 @@ impl<M: Module> ShardedModel<M> {
     /// Each rank writes its blocks, once; when this returns, all is on the disk. A kill at any moment leaves the checkpoints
     /// that were there, and this one whole or not at all.
     ///
-    /// Memory: a copy of this rank's optimizer state. Time: that of the disk; [`Saver`](crate::Saver) saves while training goes
-    /// on.
+    /// Memory: a copy of this rank's optimizer state, or none with [`FusedAdamW`](crate::FusedAdamW). Time: that of the disk;
+    /// [`Saver`](crate::Saver) saves while training goes on.
     ///
     /// # Errors
     /// On every rank alike: if a disk is full or refuses, gradients wait for a step, or the optimizer's state does not have
@@ -334,9 +335,9 @@ impl<M: Module> ShardedModel<M> {
     /// Whether the optimizer has taken all of the state, and needs no more.
     fn check_state(&self, optimizer: &ShardedOptimizer, given: &BTreeSet<String>) -> Result<(), Error> {
         let mut taken = BTreeSet::new();
-        for bytes in optimizer.record_bytes() {
-            let reader = bytes.and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-            taken.extend(reader.tensor_names().into_iter().map(str::to_owned));
+        for unit in optimizer.shared() {
+            let state = FlatState::of(&unit).map_err(record_error)?;
+            taken.extend(state.tensors.into_iter().map(|tensor| tensor.name));
         }
         taken.extend(
             optimizer.away(self.engine()).flat_map(|away| away.contents.tensors.iter().map(|(name, ..)| name.clone())),
@@ -452,26 +453,24 @@ impl Noted {
         self.snapshot.step
     }
 
-    /// Adds the optimizer's state, by the paths of its parameters: a copy, made unit by unit, each of which lets go of what
-    /// it was made from.
+    /// Adds the optimizer's state, by the paths of its parameters: as [`FlatState::of`] has it, made unit by unit. What of it
+    /// is a copy lets go of what it was made from.
     ///
     /// # Errors
     /// If the state does not have the shape of its parameters.
     pub(crate) fn into_snapshot(self) -> Result<Snapshot<'static>, Error> {
         let Self { mut snapshot, state, engine, entries } = self;
         for optimizer in state {
-            let record = optimizer.to_record();
+            let state = FlatState::of(&optimizer).map_err(record_error)?;
             drop(optimizer);
-            let reader = record.into_bytes().and_then(|bytes| Ok(Reader::from_bytes(bytes)?)).map_err(record_error)?;
-            for (name, scalar) in reader.scalars() {
-                if let Some((_, name)) = saved_name(&engine, &entries, name) {
-                    snapshot.scalars.insert(name, scalar_to_json(*scalar));
+            for (name, scalar) in state.scalars {
+                if let Some((_, name)) = saved_name(&engine, &entries, &name) {
+                    snapshot.scalars.insert(name, scalar_to_json(scalar));
                 }
             }
-            for tensor in reader.into_tensors().map_err(record_error)? {
-                let (id_and_field, dtype, shape, _, bytes) = tensor.into_parts().map_err(record_error)?;
-                let data = BlockData::Ready(host::shared(bytes));
-                snapshot.tensors.extend(state_block(&engine, &entries, &id_and_field, dtype, &shape.to_vec(), data)?);
+            for FlatTensor { name, dtype, shape, bytes } in state.tensors {
+                let data = BlockData::Ready(bytes);
+                snapshot.tensors.extend(state_block(&engine, &entries, &name, dtype, &shape, data)?);
             }
         }
         Ok(snapshot)

@@ -17,7 +17,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::{Error, host};
+use crate::{Error, flat_state, host};
 
 /// Elements that a thread computes at a time: few enough that five arrays of them stay in the second-level cache.
 const PIECE_LEN: usize = 16 * 1024;
@@ -127,8 +127,12 @@ impl<const D: usize> RecordState for FusedAdamWState<D> {
             Moments::Fused { time, first, second } => {
                 let prefix = join_path(prefix, "momentum");
                 out.push_scalar(&prefix, "time", (*time).into());
-                out.push_tensor(&prefix, "moment_1", shared(first));
-                out.push_tensor(&prefix, "moment_2", shared(second));
+                for (leaf, moment) in [("moment_1", first), ("moment_2", second)] {
+                    // See [Note: State without a copy].
+                    if let Some(moment) = flat_state::lend(&prefix, leaf, shared(moment)) {
+                        out.push_tensor(&prefix, leaf, moment);
+                    }
+                }
             }
         }
     }
@@ -175,9 +179,17 @@ impl Optimizer for FusedAdamW {
         let [tensor, grad] = [tensor, grad].map(Tensor::into_data);
         let (tensor, grad) = (floats(&tensor), floats(&grad));
         let update = Update::new(settings, lr, time);
-        // Copied where a save in the background holds them.
-        let moments = [&mut first, &mut second].map(|moment| floats_mut(Arc::make_mut(moment)));
-        let updated = update.apply(tensor, grad, moments);
+        let updated = match (Arc::get_mut(&mut first), Arc::get_mut(&mut second)) {
+            (Some(first), Some(second)) => update.apply(tensor, grad, [first, second].map(floats_mut), None),
+            // A save in the background holds them.
+            _ => {
+                let mut new = [&first, &second].map(|moment| vec![0.0; moment.num_elements()]);
+                let noted = [&first, &second].map(|moment| floats(moment));
+                let updated = update.apply(tensor, grad, new.each_mut().map(Vec::as_mut_slice), Some(noted));
+                [first, second] = new.map(|moment| Arc::new(TensorData::new(moment, shape.clone())));
+                updated
+            }
+        };
         let moments = Moments::Fused { time, first, second };
         (Tensor::from_data(TensorData::new(updated, shape), &device), Some(FusedAdamWState { moments }))
     }
@@ -222,13 +234,25 @@ impl Update {
         }
     }
 
-    /// Steps the moments in place, on all threads of the rank, and returns the new values.
-    fn apply(self, tensor: &[f32], grad: &[f32], [moment_1, moment_2]: [&mut [f32]; 2]) -> Vec<f32> {
+    /// Steps the moments in place, on all threads of the rank, and returns the new values. Begins with the moments that are
+    /// `noted` where there are such: each piece is copied when its turn has come, so that it is near when it is stepped.
+    fn apply(
+        self,
+        tensor: &[f32],
+        grad: &[f32],
+        [moment_1, moment_2]: [&mut [f32]; 2],
+        noted: Option<[&[f32]; 2]>,
+    ) -> Vec<f32> {
         let mut updated = vec![0.0; tensor.len()];
         let inputs = tensor.par_chunks(PIECE_LEN).zip(grad.par_chunks(PIECE_LEN));
         let moments = moment_1.par_chunks_mut(PIECE_LEN).zip(moment_2.par_chunks_mut(PIECE_LEN));
-        let pieces = updated.par_chunks_mut(PIECE_LEN).zip(inputs.zip(moments));
-        pieces.for_each(|(updated, ((tensor, grad), (moment_1, moment_2)))| {
+        let pieces = updated.par_chunks_mut(PIECE_LEN).zip(inputs.zip(moments)).enumerate();
+        pieces.for_each(|(index, (updated, ((tensor, grad), (moment_1, moment_2))))| {
+            if let Some([noted_1, noted_2]) = noted {
+                let start = index * PIECE_LEN;
+                moment_1.copy_from_slice(&noted_1[start..start + moment_1.len()]);
+                moment_2.copy_from_slice(&noted_2[start..start + moment_2.len()]);
+            }
             step_piece(self, tensor, grad, moment_1, moment_2, updated);
         });
         updated

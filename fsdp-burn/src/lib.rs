@@ -65,6 +65,7 @@ mod distribute;
 mod elementwise;
 mod engine;
 mod error;
+mod flat_state;
 mod freeze;
 mod fused_adamw;
 mod gather_op;

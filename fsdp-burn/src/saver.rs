@@ -18,8 +18,9 @@ use crate::{Error, ShardedModel, ShardedOptimizer};
 /// [`poll`](Saver::poll), [`save`](Saver::save) or [`finish`](Saver::finish), on **every** rank, and names the rank that
 /// failed; training may go on, and the saver be used again.
 ///
-/// Memory while a save is under way: a copy of this rank's optimizer state, and of its parameters once a step has replaced
-/// them. Time of training: the first step after it makes new optimizer state in place of changing what is there, and the
+/// Memory while a save is under way: this rank's optimizer state and parameters once more, as far as steps have replaced them
+/// and they are not written yet. Where the optimizer is none of this crate's, Burn's record of its state is a copy, made at once.
+/// Time of training: the first step after it makes new optimizer state in place of changing what is there, and the
 /// thread takes some of the processors.
 ///
 /// The configured `timeout_s` must allow for the slowest disk. Dropping a saver waits for the save under way and loses its

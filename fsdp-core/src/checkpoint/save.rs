@@ -232,8 +232,12 @@ fn write(
     if blocks.is_empty() {
         return Ok((None, entries));
     }
-    // Larger elements first, so that every tensor is aligned to its elements.
-    blocks.sort_by_key(|&(entry, _)| std::cmp::Reverse(entries[entry].dtype.size_bytes()));
+    // Larger elements first, so that every tensor is aligned to its elements. Then the optimizer's state, since a step that
+    // comes meanwhile goes on with a copy of what is not written yet, where it replaces parameters in any case.
+    blocks.sort_by_key(|&(entry, _)| {
+        let TensorEntry { dtype, kind, .. } = &entries[entry];
+        (std::cmp::Reverse(dtype.size_bytes()), *kind == TensorKind::Model)
+    });
     let name = format!("rank-{rank:05}.safetensors");
     let path = dir.join(&name);
     let in_file: Vec<FileTensor<'_>> =

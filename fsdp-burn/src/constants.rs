@@ -1,7 +1,8 @@
 //! Parameters of integers and booleans: tables of positions, masks. Nothing trains them and nothing is saved of them, since a
 //! program builds them anew; but all ranks must compute with the same ones, and so with rank 0's.
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, Param, Parameter};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use bytes::Bytes;
 use fsdp_core::{Communicator, OpTag, Phase, WrapPolicy};
@@ -32,6 +33,21 @@ impl Sharer<'_> {
     /// Whether the parameter that is visited is to be rank 0's.
     fn is_shared(&self) -> bool {
         self.failure.is_none() && self.control.world_size() > 1 && !self.policy.ignores(&self.path)
+    }
+
+    /// The parameter that is visited with rank 0's value.
+    fn map<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
+        if !self.is_shared() {
+            return param;
+        }
+        param.map(|tensor| {
+            let data = self.shared(tensor.to_data());
+            let dtype = data.dtype();
+            Tensor::from_data(data, (&tensor.device(), dtype))
+        })
     }
 
     /// Rank 0's data in place of `own`. A module's map must return a parameter, also after a failure.
@@ -71,24 +87,10 @@ impl ModuleMapper for Sharer<'_> {
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        if !self.is_shared() {
-            return param;
-        }
-        param.map(|tensor| {
-            let data = self.shared(tensor.to_data());
-            let dtype = data.dtype();
-            Tensor::from_data(data, (&tensor.device(), dtype))
-        })
+        self.map(param)
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        if !self.is_shared() {
-            return param;
-        }
-        param.map(|tensor| {
-            let data = self.shared(tensor.to_data());
-            let dtype = data.dtype();
-            Tensor::from_data(data, (&tensor.device(), dtype))
-        })
+        self.map(param)
     }
 }

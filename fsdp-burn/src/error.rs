@@ -124,7 +124,7 @@ pub enum Error {
         cause: String,
     },
     /// The operating system refused something.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", remedy(source))]
     Io {
         /// What was attempted, with its file.
         what: String,
@@ -209,9 +209,40 @@ impl Error {
     }
 }
 
+/// What to do about what the system refused, where that is clear.
+fn remedy(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::NotFound => "; check the path",
+        ErrorKind::PermissionDenied => "; let this user write there, or name another path",
+        ErrorKind::AlreadyExists => "; remove it, or name another path",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "; make room, or name another disk",
+        // What a thread that cannot be started is refused with.
+        ErrorKind::WouldBlock | ErrorKind::OutOfMemory => {
+            "; run fewer ranks, or allow this user more threads and memory (`ulimit`)"
+        }
+        _ => "",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_the_system_refused_comes_with_what_to_do() {
+        use std::io::ErrorKind;
+        for (kind, remedy) in [
+            (ErrorKind::NotFound, "check the path"),
+            (ErrorKind::PermissionDenied, "name another path"),
+            (ErrorKind::AlreadyExists, "remove it"),
+            (ErrorKind::StorageFull, "make room"),
+            (ErrorKind::WouldBlock, "run fewer ranks"),
+        ] {
+            let message = Error::io("cannot write", "runs/gpt", kind.into()).to_string();
+            assert!(message.starts_with("cannot write runs/gpt: ") && message.contains(remedy), "{message}");
+        }
+    }
 
     #[test]
     fn a_main_that_returns_an_error_prints_its_message() {

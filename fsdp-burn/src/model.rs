@@ -326,7 +326,7 @@ impl<M: Module> ShardedModel<M> {
     /// The unit table, with this rank's local sizes, the element types of everything, and what stays after forward.
     pub fn summary(&self) -> String {
         let table = self.plan().table(self.engine.shard_index());
-        let mut text = format!("{}\n{}\n", table.trim_end(), self.engine.precision_summary());
+        let mut text = format!("{}\n{:#}\n", table.trim_end(), self.engine.precision_summary());
         if let Some(group) = &self.engine.links().regather {
             let (num_ranks, num_shards) = (group.world_size(), self.plan.mesh().size(Axis::Shard));
             text += &format!("after forward, units stay cut over {num_ranks} of {num_shards} ranks, for backward\n");

@@ -62,7 +62,9 @@ impl fmt::Display for Summary<'_> {
         let Dtypes { master, compute, reduce, output } = self.dtypes;
         let [master, compute, reduce, output] = [master, compute, reduce, output].map(|dtypes| names(dtypes));
         write!(f, "parameters and optimizer state in {master}, computed in {compute}, gradients sent in {reduce}")?;
-        write!(f, ", outputs cast to {output}, ")?;
+        // For pages and terminals, in lines of less than a hundred columns.
+        f.write_str(if f.alternate() { ",\n" } else { ", " })?;
+        write!(f, "outputs cast to {output}, ")?;
         match self.dtypes.loss_scale(self.config) {
             None => f.write_str("no loss scale"),
             Some(LossScale::Dynamic) => f.write_str("a dynamic loss scale"),

@@ -79,10 +79,12 @@ fn tie(entries: &mut [Entry]) {
     for index in (0..entries.len()).filter(|&index| entries[index].is_param).collect::<Vec<_>>() {
         let first = *firsts.entry(entries[index].id).or_insert(index);
         if first != index {
-            let ParamSpec { path, held_by_op, .. } = entries[index].spec.clone();
+            let ParamSpec { path, held_by_op, looked_up, .. } = entries[index].spec.clone();
             entries[index].tied_to = Some(first);
             entries[first].spec.also.push(path);
             entries[first].spec.held_by_op |= held_by_op;
+            // A head that is tied to the table multiplies with it.
+            entries[first].spec.looked_up &= looked_up;
         }
     }
 }
@@ -159,6 +161,7 @@ impl ModuleVisitor for Surveyor {
             held_by_op: self.in_embedding,
             shape_is_read: self.in_shape_reader,
             adapted: false,
+            looked_up: self.in_embedding,
             also: Vec::new(),
         };
         let lora = self.in_adapter.then_some(LoraPart::Factor);

@@ -25,8 +25,12 @@ pub struct ParamSpec {
     /// The layer looks at the shape that the model stores, as Burn's batch norm and RMS norm do: where parameters are cut,
     /// this one stays whole on every rank.
     pub shape_is_read: bool,
-    /// It has a LoRA adapter, and is gathered again in backward though it is frozen.
+    /// It has a LoRA adapter, whose factors have paths that begin with this one's. Where one of them is trained, it is gathered
+    /// again in backward though it is frozen.
     pub adapted: bool,
+    /// A table from which rows are taken by their numbers, as an embedding does: nothing is computed with it that has a
+    /// gradient for anything else.
+    pub looked_up: bool,
     /// Further places where the model uses the same parameter: tied weights. Paths as in `path`.
     pub also: Vec<Vec<String>>,
 }
@@ -42,6 +46,8 @@ pub struct PlannedParam {
     pub trainable: bool,
     /// As [`ParamSpec::adapted`].
     pub adapted: bool,
+    /// As [`ParamSpec::looked_up`].
+    pub looked_up: bool,
     /// How the parameter is cut over the shard axis.
     pub layout: ShardLayout,
     /// Every rank holds and steps the whole parameter: stage 0, `#[shard(replicate)]`, or [`ParamSpec::shape_is_read`].
@@ -325,6 +331,7 @@ impl Plan {
     pub fn with_trainable(&self, trainable: impl Fn(usize) -> bool) -> Self {
         let mut plan = self.clone();
         plan.params.iter_mut().enumerate().for_each(|(index, param)| param.trainable = trainable(index));
+        plan.warn_of_held_frozen();
         plan
     }
 
@@ -399,6 +406,7 @@ impl Plan {
             unit,
             trainable: param.trainable,
             adapted: param.adapted,
+            looked_up: param.looked_up,
             layout,
             replicated,
             uncut,

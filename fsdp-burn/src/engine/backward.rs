@@ -148,9 +148,12 @@ impl Engine {
         if is_due || state.schedule.needs_reduce_order() {
             let (reduces, uses) = (state.schedule.expected_reduce_order(), state.schedule.first_uses().to_vec());
             let reduces = self.agree_on_order("order of reductions", reduces, state.step)?;
-            state.schedule.set_reduce_order(reduces);
             let uses = self.agree_on_order("order of first uses", uses, state.step)?;
-            state.schedule.set_first_uses(uses);
+            // A forward of rank 0 that has used nothing, as one without items, says nothing of the next.
+            if !uses.is_empty() || state.schedule.needs_reduce_order() {
+                state.schedule.set_reduce_order(reduces);
+                state.schedule.set_first_uses(uses);
+            }
         }
         let last = state.backwards + 1 >= self.settings.accumulation;
         state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);

@@ -262,8 +262,8 @@ impl Engine {
     }
 
     /// Element types of all parameters and the loss scale, in words.
-    pub(crate) fn precision_summary(&self) -> String {
-        Summary { dtypes: &self.dtypes, config: &self.settings.precision }.to_string()
+    pub(crate) fn precision_summary(&self) -> impl fmt::Display {
+        Summary { dtypes: &self.dtypes, config: &self.settings.precision }
     }
 
     /// Element type that outputs are cast to.

@@ -330,8 +330,9 @@ fn units_reduce_in_and_put_out_types_of_their_own_with_the_same_bits_at_every_st
         let dtypes = [x.dtype(), body.dtype(), head.dtype(), cast_output(&model.head.weight, head).dtype()];
         assert_eq!(dtypes, [DType::BF16, DType::F32, DType::F32, DType::BF16]);
         let said =
-            "computed in f32 and bf16, gradients sent in f32 and bf16, outputs cast to f32 and bf16, no loss scale";
-        assert!(model.summary().contains(said), "{}", model.summary());
+            "computed in f32 and bf16, gradients sent in f32 and bf16,\noutputs cast to f32 and bf16, no loss scale\n";
+        assert!(model.summary().ends_with(said), "{}", model.summary());
+        assert!(model.summary().lines().all(|line| line.len() <= 100), "{}", model.summary());
         rank.traffic().reset();
         let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
         rank.optimizer(Optimizer::Sgd.build())?.step(0.1, &mut { model }, gradients)?;

@@ -174,6 +174,31 @@ fn an_order_of_units_that_changes_on_all_ranks_is_learned_anew_and_changes_no_bi
     }
 }
 
+#[test]
+fn a_forward_of_rank_0_that_uses_nothing_leaves_the_order_that_was_learned() {
+    let trace = Arc::new(Trace::of_steps(65..66));
+    let options = LaunchOptions { trace: Some(trace.clone()), ..LaunchOptions::default() };
+    let ranks = launch_with(&config(Stage::Gradients, 2), options, |rank| {
+        let mut model = start::<Turning>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        for step in 0..66 {
+            // Orders are agreed upon anew at step 64.
+            let (loss, weight) = match step == 64 && rank.is_main() {
+                true => (Tensor::zeros([1], &rank.device()).require_grad(), 0.0),
+                false => (model.loss(TURN + step, share(&rank), &rank.device()), 1.0),
+            };
+            let gradients = model.backward_weighted(loss, weight)?;
+            optim.step(0.01, &mut model, gradients)?;
+        }
+        Ok(())
+    });
+    ranks.unwrap();
+    for rank in 0..2 {
+        let reductions = units_of(&trace.spans(), rank, TraceStream::Reduce);
+        assert_eq!(reductions, ["root", "layers.0", "layers.1", "layers.2"], "rank {rank}: as gradients appear");
+    }
+}
+
 /// Every layer is followed by a computation that takes a while and needs no core.
 #[derive(Module, Debug, Sharded)]
 struct Slow {

@@ -143,7 +143,9 @@ impl Safetensors {
             let aliases: Vec<_> = notes.iter().filter(is_alias).map(|(alias, _)| alias.clone()).collect();
             for name in [&name].into_iter().chain(&aliases) {
                 if self.names.insert(name.clone(), self.tensors.len()).is_some() {
-                    return Err(unusable(format!("`{name}` comes twice in the set of files")));
+                    return Err(unusable(format!(
+                        "`{name}` comes twice in the set of files; leave out the one that is not the model's"
+                    )));
                 }
             }
             self.tensors.push(TensorEntry { name, aliases, kind: TensorKind::Model, dtype, shape, dim: 0, pieces });
@@ -156,11 +158,15 @@ impl Safetensors {
     fn check_index(&self, weight_map: &BTreeMap<String, String>) -> Result<(), CheckpointError> {
         for (name, file) in weight_map {
             let Some(tensor) = self.tensor(name) else {
-                return Err(self.unusable(format!("it names `{name}`, which `{file}` does not have")));
+                return Err(self.unusable(format!(
+                    "it names `{name}`, which `{file}` does not have; get index and files from one place"
+                )));
             };
             let lies_in = tensor.pieces.first().and_then(|piece| self.files.path(piece.file).file_name());
             if lies_in.is_some_and(|lies_in| lies_in != file.as_str()) {
-                return Err(self.unusable(format!("`{name}` lies in {lies_in:?}, and not in `{file}` as it says")));
+                return Err(self.unusable(format!(
+                    "`{name}` lies in {lies_in:?}, and not in `{file}` as it says; get index and files from one place"
+                )));
             }
         }
         Ok(())
@@ -183,7 +189,9 @@ fn files_of_index(path: &Path) -> Result<(Vec<PathBuf>, BTreeMap<String, String>
     let unusable = |problem| CheckpointError::Weights { path: path.to_owned(), problem };
     let size = fs::metadata(path).map_err(CheckpointError::io("open", path))?.len();
     if size > MAX_INDEX_BYTES {
-        return Err(unusable(format!("{size} bytes are too many for an index")));
+        return Err(unusable(format!(
+            "{size} bytes are too many for an index; name a `.safetensors` file, or the index beside it"
+        )));
     }
     let text = fs::read(path).map_err(CheckpointError::io("read", path))?;
     let Index { weight_map } = parse_index(&text).map_err(unusable)?;
@@ -194,11 +202,13 @@ fn files_of_index(path: &Path) -> Result<(Vec<PathBuf>, BTreeMap<String, String>
 }
 
 pub(super) fn parse_index(text: &[u8]) -> Result<Index, String> {
-    let index: Index = serde_json::from_slice(text).map_err(|error| format!("it is no index of weights: {error}"))?;
+    let index: Index = serde_json::from_slice(text).map_err(|error| {
+        format!("it is no index of weights: {error}; name a `.safetensors` file, or the index beside it")
+    })?;
     // A name with a separator would lead out of the directory.
     let is_plain = |name: &&String| Path::new(name).file_name().is_some_and(|plain| plain == name.as_str());
     match index.weight_map.values().find(|name| !is_plain(name)) {
-        Some(name) => Err(format!("`{name}` is no name of a file beside it")),
+        Some(name) => Err(format!("`{name}` is no name of a file beside it; get index and files from one place")),
         None => Ok(index),
     }
 }

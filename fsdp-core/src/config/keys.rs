@@ -382,7 +382,8 @@ static KEYS: &[ConfigKey] = &[
         name: "gradient_norm_order",
         meaning: "The order of the gradients' norm, for clipping and for what is logged: 2 is the root of the sum of \
                   squares, \"inf\" the largest magnitude.",
-        cost: "Orders other than 1, 2 and \"inf\" compute a power of every gradient.",
+        cost: "Orders other than 1, 2 and \"inf\" look at the gradients twice, with an all-gather each time, and compute a \
+               power of every one.",
         kind: Kind::NormOrder {
             get: |config| config.training.gradient_norm_order,
             set: |config, order| config.training.gradient_norm_order = order,

@@ -230,34 +230,17 @@ impl Reader<'_> {
             (Kind::NormOrder { set, .. }, Value::Text(name)) if name == "inf" => set(&mut self.config, f64::INFINITY),
             (Kind::Choice { names, set, .. }, Value::Text(name)) => match names.iter().position(|&n| n == name) {
                 Some(index) => set(&mut self.config, index),
-                None => {
-                    let nearest = nearest(&name, names.iter().copied());
-                    return Err(ConfigError::UnknownName {
-                        at: self.at(place),
-                        key: path,
-                        got: name,
-                        nearest,
-                        allowed: names,
-                    });
-                }
+                None => return Err(self.no_such_name(path, name, names, place)),
             },
             (Kind::Flag { set, .. }, Value::Bool(flag)) => set(&mut self.config, flag),
             (Kind::OptionalPath { set, .. }, Value::Text(path)) => set(&mut self.config, Some(path)),
             (Kind::Device { set, .. }, Value::Text(name)) => match DeviceChoice::named(&name) {
                 Some(device) => set(&mut self.config, device),
-                None => {
-                    let (at, allowed) = (self.at(place), DeviceChoice::NAMES);
-                    let nearest = nearest(&name, allowed.iter().copied());
-                    return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
-                }
+                None => return Err(self.no_such_name(path, name, DeviceChoice::NAMES, place)),
             },
             (Kind::Tiers { set, .. }, Value::Text(name)) => match TierShares::named(&name) {
                 Some(placement) => set(&mut self.config, placement),
-                None => {
-                    let (at, allowed) = (self.at(place), TierShares::NAMES);
-                    let nearest = nearest(&name, allowed.iter().copied());
-                    return Err(ConfigError::UnknownName { at, key: path, got: name, nearest, allowed });
-                }
+                None => return Err(self.no_such_name(path, name, TierShares::NAMES, place)),
             },
             (Kind::Tiers { set, .. }, Value::Table(entries)) => {
                 let placement = self.shares(&path, entries)?;
@@ -321,6 +304,18 @@ impl Reader<'_> {
             };
         }
         Ok(placement)
+    }
+
+    /// The error for a value that is none of the `allowed` names.
+    fn no_such_name(
+        &self,
+        key: String,
+        got: String,
+        allowed: &'static [&'static str],
+        place: Option<Place>,
+    ) -> ConfigError {
+        let nearest = nearest(&got, allowed.iter().copied());
+        ConfigError::UnknownName { at: self.at(place), key, got, nearest, allowed }
     }
 
     /// The error for a key that is in no table, or in another.

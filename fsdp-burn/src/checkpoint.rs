@@ -21,6 +21,7 @@ use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
+use crate::device::check_loading;
 use crate::engine::Engine;
 use crate::flat_state::{FlatState, FlatTensor};
 use crate::model::reduce_number;
@@ -225,6 +226,7 @@ impl<M: Module> ShardedModel<M> {
                 remedy: "make one optimizer for each model that is loaded",
             });
         }
+        check_loading(self.config())?;
         let checkpoint = Checkpoint::newest_on(control.as_ref(), root, Verify::Checksums)?;
         self.compare(&checkpoint)?;
         // All that stays in memory is read before anything changes. What lies on a disk is read after that, piece by piece: an

@@ -99,7 +99,7 @@ impl ShardOps for Cube {
     fn gather(stored: CubeFloat, site: GatherSite) -> CubeFloat {
         match site.engine.gather(site.param, identity(&stored), site.usage) {
             Some(Lent::Host(full)) => to_device(full, &stored.device()),
-            Some(Lent::OnDevice(full)) => full,
+            Some(Lent::OnDevice(full)) => *full,
             None => stored,
         }
     }
@@ -107,7 +107,7 @@ impl ShardOps for Cube {
     fn capture(gradient: CubeFloat, site: GatherSite) -> CubeFloat {
         let device = gradient.device();
         let gradient = match site.engine.links().devices {
-            Some(_) => Whole::OnDevice(gradient),
+            Some(_) => Whole::OnDevice(Box::new(gradient)),
             None => coming(gradient),
         };
         site.engine.capture(site.param, gradient);
@@ -135,17 +135,17 @@ impl SumOps for Cube {
 
 impl RecomputeOps for Cube {
     fn run(input: CubeFloat, part: Part) -> CubeFloat {
-        cube((part.forward)(Erased::Cube(input)))
+        cube((part.forward)(Erased::Cube(Box::new(input))))
     }
 
     fn run_again(input: CubeFloat, gradient: CubeFloat, part: Part) -> CubeFloat {
-        cube((part.backward)(Erased::Cube(input), Erased::Cube(gradient)))
+        cube((part.backward)(Erased::Cube(Box::new(input)), Erased::Cube(Box::new(gradient))))
     }
 }
 
 fn cube(tensor: Erased) -> CubeFloat {
     match tensor {
-        Erased::Cube(tensor) => tensor,
+        Erased::Cube(tensor) => *tensor,
         Erased::Flex(_) => unreachable!("{}", Erased::ELSEWHERE),
     }
 }

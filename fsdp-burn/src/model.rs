@@ -11,7 +11,7 @@ use fsdp_core::{
 };
 
 use crate::buffers::{self, Buffer};
-use crate::device::check_dtypes;
+use crate::device::{check_dtypes, check_loading};
 use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
@@ -119,6 +119,9 @@ impl<M: Module + Sharded> ShardedModel<M> {
             Some(unit) => Some(rank.open_tier(&unit.name)?),
             None => rank.tier(),
         };
+        if config.offload.optimizer.nvme > 0.0 || unit_on_disk(&plan).is_some() {
+            check_loading(config)?;
+        }
         let offload = Offload::new(&config.offload, tier, &plan, shard_index);
         let module = constants::share(module, &policy, links.control.as_ref())?;
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };

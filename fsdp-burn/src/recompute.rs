@@ -122,7 +122,7 @@ impl Pass {
 pub(crate) enum Erased {
     Flex(FlexTensor),
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    Cube(FloatTensor<burn::backend::Cube>),
+    Cube(Box<FloatTensor<burn::backend::Cube>>),
 }
 
 impl Erased {
@@ -130,7 +130,7 @@ impl Erased {
         #[cfg(any(feature = "cuda", feature = "cpu"))]
         if !crate::device::is_host(&tensor.device()) {
             return match tensor.try_into_primitive::<burn::backend::Cube>() {
-                Ok(tensor) => Erased::Cube(tensor),
+                Ok(tensor) => Erased::Cube(Box::new(tensor)),
                 Err(error) => unreachable!("{}: {error:?}", Self::ELSEWHERE),
             };
         }
@@ -144,7 +144,7 @@ impl Erased {
         match self {
             Erased::Flex(tensor) => Tensor::from_primitive::<Flex>(tensor),
             #[cfg(any(feature = "cuda", feature = "cpu"))]
-            Erased::Cube(tensor) => Tensor::from_primitive::<burn::backend::Cube>(tensor),
+            Erased::Cube(tensor) => Tensor::from_primitive::<burn::backend::Cube>(*tensor),
         }
     }
 

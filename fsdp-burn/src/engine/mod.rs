@@ -150,7 +150,7 @@ enum Gathered {
 pub(crate) enum Lent {
     Host(TensorData),
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    OnDevice(crate::peers::CubeFloat),
+    OnDevice(Box<crate::peers::CubeFloat>),
 }
 
 /// What a rank unwinds with, to the caller of `backward` or to the launcher, where an op cannot return an error.
@@ -497,7 +497,7 @@ impl Engine {
                 Ok(Some(Lent::Host(host::tensor_data(full, spec.layout.shape(), self.dtypes.compute[param]))))
             }
             #[cfg(any(feature = "cuda", feature = "cpu"))]
-            (Gathered::OnDevice(full), Some(position)) => Ok(Some(Lent::OnDevice(full[position].clone()))),
+            (Gathered::OnDevice(full), Some(position)) => Ok(Some(Lent::OnDevice(Box::new(full[position].clone())))),
             _ => unreachable!("the schedule has gathered unit {} before it is used", spec.unit),
         }
     }

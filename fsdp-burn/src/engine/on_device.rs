@@ -72,7 +72,7 @@ impl Engine {
                     let nothing = missing_gradient(len, dtype);
                     to_device(host::tensor_data(nothing, &[len], dtype), &self.devices().device)
                 }
-                Some(Whole::OnDevice(gradient)) => self.present(gradient, &layout, host::float_dtype(dtype)),
+                Some(Whole::OnDevice(gradient)) => self.present(*gradient, &layout, host::float_dtype(dtype)),
                 Some(other) => {
                     let data = Flex::float_cast(other.wait()?, host::float_dtype(dtype)).into_data();
                     self.present(to_device(data, &self.devices().device), &layout, host::float_dtype(dtype))

@@ -18,7 +18,7 @@ pub(crate) enum Whole {
     Coming(Coming),
     /// It stays on a device, where it is reduced.
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    OnDevice(CubeFloat),
+    OnDevice(Box<CubeFloat>),
 }
 
 /// A copy that is under way.
@@ -46,14 +46,14 @@ impl Whole {
             Whole::Here(tensor) => Ok(tensor),
             Whole::Coming(coming) => (coming.wait)(),
             #[cfg(any(feature = "cuda", feature = "cpu"))]
-            Whole::OnDevice(tensor) => crate::cube::to_host(tensor),
+            Whole::OnDevice(tensor) => crate::cube::to_host(*tensor),
         }
     }
 
     pub(super) fn times(self, factor: f64) -> Result<Whole, Error> {
         match self {
             #[cfg(any(feature = "cuda", feature = "cpu"))]
-            Whole::OnDevice(tensor) => Ok(Whole::OnDevice(Cube::float_mul_scalar(tensor, factor.into()))),
+            Whole::OnDevice(tensor) => Ok(Whole::OnDevice(Box::new(Cube::float_mul_scalar(*tensor, factor.into())))),
             other => Ok(Whole::Here(Flex::float_mul_scalar(other.wait()?, factor.into()))),
         }
     }
@@ -63,8 +63,8 @@ impl Whole {
         match (self, other) {
             #[cfg(any(feature = "cuda", feature = "cpu"))]
             (Whole::OnDevice(a), Whole::OnDevice(b)) => {
-                let [a, b] = [a, b].map(|tensor| Cube::float_cast(tensor, dtype));
-                Ok(Whole::OnDevice(Cube::float_add(a, b)))
+                let [a, b] = [a, b].map(|tensor| Cube::float_cast(*tensor, dtype));
+                Ok(Whole::OnDevice(Box::new(Cube::float_add(a, b))))
             }
             (a, b) => {
                 let [a, b] = [Flex::float_cast(a.wait()?, dtype), Flex::float_cast(b.wait()?, dtype)];

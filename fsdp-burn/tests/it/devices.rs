@@ -1,6 +1,20 @@
 //! A device that cannot be used is an error before anything is computed, with what to build, to install or to change.
 
+#[cfg(feature = "cuda")]
+use std::collections::BTreeMap;
+
 use fsdp_burn::{Config, DeviceChoice, Exchange, launch};
+#[cfg(feature = "cuda")]
+use fsdp_burn::{SaveOptions, Stage};
+
+#[cfg(feature = "cuda")]
+use crate::common::files::Scratch;
+#[cfg(feature = "cuda")]
+use crate::common::models::{Mlp, Trial};
+#[cfg(feature = "cuda")]
+use crate::common::process::{child, run_to_end};
+#[cfg(feature = "cuda")]
+use crate::common::run::{Optimizer, config, start};
 
 fn refusal(device: DeviceChoice, collectives: Exchange, world_size: usize) -> String {
     let config = Config { device, collectives, world_size, ..Config::default() };
@@ -52,4 +66,40 @@ fn a_missing_nccl_is_refused_with_what_to_install() {
         // It is there, and 64 GPUs are not.
         false => assert!(refused.contains("this host has"), "{refused}"),
     }
+}
+
+/// Runs in a process of its own, whose environment does not say by way of which device state is loaded.
+#[cfg(feature = "cuda")]
+#[test]
+fn child_loads_state_by_way_of_a_gpu() {
+    use burn::tensor::{Device, DeviceType};
+
+    if std::env::var_os("FSDP_TEST_LOADS").is_none() {
+        return;
+    }
+    let scratch = Scratch::new("device-loads");
+    let root = scratch.path();
+    let loaded = launch(&config(Stage::Parameters, 1), move |rank| {
+        let mut model = start::<Mlp>(&rank)?;
+        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+        let gradients = model.backward(model.loss(0, 0..4, &rank.device()))?;
+        optim.step(0.1, &mut model, gradients)?;
+        model.save(&root, &optim, BTreeMap::new(), &SaveOptions::default())?;
+        model.load(&root, &mut optim).map(drop)
+    });
+    let has_gpu = Device::enumerate(DeviceType::Cuda).into_iter().next().is_some();
+    match loaded {
+        Ok(_) => assert!(has_gpu),
+        Err(error) => {
+            let error = error.to_string();
+            assert!(!has_gpu && error.contains("default device") && error.contains("BURN_DEVICE=flex"), "{error}");
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn state_that_would_be_loaded_by_way_of_a_gpu_that_is_not_there_is_refused() {
+    let mut child = child("devices::child_loads_state_by_way_of_a_gpu");
+    run_to_end(child.env("FSDP_TEST_LOADS", "1").env_remove("BURN_DEVICE"));
 }

@@ -21,7 +21,8 @@ use crate::common::models::{
 use crate::common::process::{child, run_to_end};
 use crate::common::processes::{Processes, said};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_weights, scalar, share, weights,
+    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_model_on, plain_weights, scalar,
+    share, weights,
 };
 use crate::processes::LIMIT;
 use crate::tied::Tied;
@@ -37,9 +38,10 @@ fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Config {
     Config { device, timeout_s: TIMEOUT_S, ..config(stage, world_size) }
 }
 
-/// A sharded model with the weights of [`plain_model`], whatever random numbers the rank's device would draw.
+/// A sharded model with the weights of [`plain_model`], whatever random numbers the rank's device would draw. A tensor that
+/// moves keeps its way of gradient checkpointing, so it begins with that of the rank's device.
 fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
-    rank.shard(plain_model::<M>().0.fork(&rank.device()))
+    rank.shard(plain_model_on::<M>(&Device::flex().autodiff().gradient_checkpointing()).fork(&rank.device()))
 }
 
 fn train<M: Trial>(rank: &Rank, optimizer: Optimizer) -> Result<Outcome, Error> {

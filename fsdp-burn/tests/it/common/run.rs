@@ -167,10 +167,15 @@ pub(crate) fn plain_for<M: Trial>(config: &Config, optimizer: Optimizer, num_bat
 /// A model on one device with the weights that [`start`] shards.
 pub(crate) fn plain_model<M: Trial>() -> (M, Device) {
     let device = Device::flex().autodiff();
-    let _turn = seeded(&device, SEED);
-    let model = M::build(&device);
+    (plain_model_on(&device), device)
+}
+
+/// The same on a device of the CPU backend.
+pub(crate) fn plain_model_on<M: Trial>(device: &Device) -> M {
+    let _turn = seeded(device, SEED);
+    let model = M::build(device);
     plain_weights(&model);
-    (model, device)
+    model
 }
 
 /// The same on the ranks of `config`, each on its share of the batch. All ranks must agree.

@@ -182,8 +182,9 @@ impl Node {
             }
             Message::Abort(cause) => self.abort(from, cause),
             Message::Leave { rank } => {
-                self.shared.change(|state| state.left.insert(rank));
+                // First the others, since this process may end as soon as its program knows that all have left.
                 self.pass_on(from, &Message::Leave { rank });
+                self.shared.change(|state| state.left.insert(rank));
             }
             Message::Put { key, value } => {
                 self.shared.change(|state| state.values.insert(key.clone(), value.clone()));
@@ -236,6 +237,10 @@ impl Node {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     let is_end = matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
+                    if is_end {
+                        // What it has said before its end comes first: it may have left.
+                        self.listen(rank);
+                    }
                     return self.lose(rank, if is_end { Gone::Ended } else { Gone::Failed(error) });
                 }
             }
@@ -313,4 +318,38 @@ impl Node {
 
 fn lost(rank: usize, how: String, missed: Option<Issued>) -> AbortCause {
     AbortCause::RankLost { rank, how, missed: missed.map(Box::new) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::sync::mpsc::channel;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_has_left_and_ended_is_not_lost_even_if_it_is_told_something_before_it_is_heard() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let shared = Arc::new(Shared::new(0, 2));
+        let minute = Duration::from_secs(60);
+        let pace = Pace { interval: minute, silence: minute, patience: minute };
+        let (_commands, asked) = channel();
+        let (mut hub, _waker) = Node::new(shared.clone(), pace, BTreeMap::from([(1, stream)]), asked).unwrap();
+        let heartbeat = Message::Heartbeat { waits: Vec::new(), last: None };
+        // The peer ends without having read this, so that the system resets the connection.
+        hub.tell(1, &heartbeat);
+        peer.write_all(&Message::Leave { rank: 1 }.frame()).unwrap();
+        drop(peer);
+        let begun = Instant::now();
+        while hub.peers.contains_key(&1) {
+            assert!(begun.elapsed() < minute, "its end is not seen");
+            hub.tell(1, &heartbeat);
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(shared.cause.get().is_none(), "{:?}", shared.cause.get());
+        assert!(shared.lock().left.contains(&1));
+    }
 }

@@ -21,6 +21,7 @@ use fsdp_core::{Dtype, OpTag, Phase, PlannedParam, Reduce, ShardLayout};
 use serde_json::{Value, json};
 
 use crate::buffers::{self, Buffer};
+use crate::device::check_loading;
 use crate::engine::Engine;
 use crate::model::reduce_number;
 use crate::offload::RecordReader;
@@ -142,6 +143,8 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
+        // The state is read by another thread, which knows nothing of what the device still has to do for this one.
+        engine.home().wait()?;
         Ok(Noted { snapshot, state: optimizer.shared(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
@@ -149,9 +152,9 @@ impl<M: Module> ShardedModel<M> {
     fn block_data(&self, param: usize) -> Result<BlockData<'static>, Error> {
         let engine = self.engine().clone();
         if engine.offload().has_parameter(param) {
-            return Ok(BlockData::Lazy(Box::new(move || Ok(engine.block(param)?))));
+            return Ok(BlockData::Lazy(Box::new(move || Ok(engine.home().to_host(engine.block(param)?)?))));
         }
-        Ok(BlockData::Ready(engine.block(param)?))
+        Ok(BlockData::Ready(engine.home().to_host(engine.block(param)?)?))
     }
 
     /// Optimizer state that lies on the disk: how to read its tensors, by the paths of their parameters, and its scalars.
@@ -224,6 +227,7 @@ impl<M: Module> ShardedModel<M> {
                 remedy: "make one optimizer for each model that is loaded",
             });
         }
+        check_loading(self.config())?;
         let checkpoint = Checkpoint::newest_on(control.as_ref(), root, Verify::Checksums)?;
         self.compare(&checkpoint)?;
         // All that stays in memory is read before anything changes. What lies on a disk is read after that, piece by piece: an

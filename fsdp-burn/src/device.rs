@@ -59,6 +59,11 @@ pub(crate) fn check_dtypes(
     }
 }
 
+/// What a device's own errors become.
+pub(crate) fn failed(error: impl std::fmt::Debug) -> Error {
+    Error::program(format!("the device has failed: {error:?}; go on from the last checkpoint"))
+}
+
 /// What the device of `tensor` calls it, as far as it tells; host memory tells by itself.
 pub(crate) fn identity<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
     #[cfg(any(feature = "cuda", feature = "cpu"))]
@@ -78,9 +83,38 @@ pub(crate) enum Board {}
 pub(crate) fn board(config: &Config) -> Option<Arc<Board>> {
     let is_needed = config.collectives != Exchange::Host && config.device.is_shared(config.world_size);
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    return is_needed.then(|| Board::new(config.world_size, config.timeout()));
+    return is_needed.then(|| Board::new(config.timeout()));
     #[cfg(not(any(feature = "cuda", feature = "cpu")))]
     None.filter(|_| is_needed)
+}
+
+/// Burn makes optimizer state that it loads on its default device, and the next step takes it to where it belongs. In a program
+/// with CUDA that is the first GPU, unless the environment names another device.
+///
+/// # Errors
+/// If that GPU is not there, or ranks with a GPU each would all load theirs on it.
+#[cfg(feature = "cuda")]
+pub(crate) fn check_loading(config: &Config) -> Result<(), Error> {
+    use burn::tensor::DeviceType;
+
+    if Device::default() != Device::cuda(0) {
+        return Ok(());
+    }
+    let why = match () {
+        () if Device::enumerate(DeviceType::Cuda).into_iter().next().is_none() => "which this host does not have",
+        () if !config.device.is_shared(config.world_size) => "where the state of all ranks has no room",
+        () => return Ok(()),
+    };
+    Err(refused(
+        config.device,
+        format!("Burn loads optimizer state by way of its default device, the first GPU, {why}"),
+        "set BURN_DEVICE=flex in the environment of the program, which makes it host memory",
+    ))
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn check_loading(_: &Config) -> Result<(), Error> {
+    Ok(())
 }
 
 fn refused(choice: DeviceChoice, problem: impl Into<String>, remedy: &'static str) -> Error {

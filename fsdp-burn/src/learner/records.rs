@@ -16,6 +16,7 @@ use burn_train::metric::store::EventStoreClient;
 use burn_train::{Learner, LearnerModel, LearningCheckpointer};
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, UnitIndex};
 
+use crate::device::check_loading;
 use crate::{Error, ShardedModel, ShardedOptimizer, host};
 
 /// What a learner knows beside its model, and shows to checkpoints only.
@@ -100,6 +101,7 @@ pub(super) fn load<M: Module>(
     model: &ShardedModel<M>,
     whole: &Bytes,
 ) -> Result<(), Error> {
+    check_loading(model.config())?;
     let reader = Reader::from_bytes(whole.clone()).map_err(error)?;
     // By unit, what is in memory and what lies on the disk.
     let mut parts: BTreeMap<(UnitIndex, bool), Parts> = BTreeMap::new();

@@ -280,7 +280,8 @@ fn computations(on_row: &[&&RecordedSpan]) -> Vec<f64> {
             after_waits += next - span.end_s;
             computed.push(0.0);
         } else {
-            computed.push(next - span.start_s + std::mem::take(&mut after_waits));
+            // A trace is rounded: what takes no time may seem to take less.
+            computed.push((next - span.start_s + std::mem::take(&mut after_waits)).max(0.0));
         }
     }
     computed

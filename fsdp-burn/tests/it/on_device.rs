@@ -10,8 +10,8 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{
-    Accumulate, Config, DeviceChoice, Dtype, Error, Exchange, LossScale, OffloadConfig, OpKind, Rank, Sharded,
-    ShardedModel, Stage, TierShares, TrainingConfig, launch,
+    Accumulate, Axis, Config, DeviceChoice, Dtype, Error, Exchange, LossScale, Mesh, OffloadConfig, OpKind, Rank,
+    Sharded, ShardedModel, Stage, TierShares, TrainingConfig, launch,
 };
 
 use crate::common::files::Scratch;
@@ -24,6 +24,7 @@ use crate::common::run::{
     Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_model_on, plain_weights, scalar,
     share, weights,
 };
+use crate::on_device_state::placed;
 use crate::processes::LIMIT;
 use crate::tied::Tied;
 
@@ -34,13 +35,13 @@ const TIMEOUT_S: f64 = 120.0;
 
 const CHILD: &str = "on_device::child_is_a_rank_on_a_device";
 
-fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Config {
+pub(crate) fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Config {
     Config { device, timeout_s: TIMEOUT_S, ..config(stage, world_size) }
 }
 
 /// A sharded model with the weights of [`plain_model`], whatever random numbers the rank's device would draw. A tensor that
 /// moves keeps its way of gradient checkpointing, so it begins with that of the rank's device.
-fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
+pub(crate) fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
     rank.shard(plain_model_on::<M>(&Device::flex().autodiff().gradient_checkpointing()).fork(&rank.device()))
 }
 
@@ -86,7 +87,7 @@ fn a_gpt_trains_on_a_device_as_on_the_cpu_backend_and_every_stage_gives_the_same
     assert_stages::<Gpt>(Optimizer::Fused, &Stage::ALL, &[1, 2]);
 }
 
-const ENDS: [Stage; 2] = [Stage::Ddp, Stage::Parameters];
+pub(crate) const ENDS: [Stage; 2] = [Stage::Ddp, Stage::Parameters];
 
 #[test]
 fn parts_that_run_again_in_backward_do_so_on_a_device() {
@@ -184,22 +185,47 @@ fn micro_batches_and_half_precision_are_exchanged_from_device_to_device() {
 }
 
 #[test]
-fn from_device_to_device_nothing_of_parameters_and_gradients_goes_through_host_memory() {
-    let sent = |collectives| {
-        let config = Config { collectives, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+fn copies_along_replicate_are_added_up_from_device_to_device() {
+    let mesh = Some(Mesh::new(vec![(Axis::Replicate, 2), (Axis::Shard, 2)]).unwrap());
+    for (stage, reduce) in
+        [(Stage::Gradients, Dtype::F32), (Stage::Parameters, Dtype::F32), (Stage::Parameters, Dtype::F16)]
+    {
+        let mut host = Config { mesh: mesh.clone(), ..on(DeviceChoice::Cpu, stage, 4) };
+        host.precision.reduce = reduce;
+        let device = Config { collectives: Exchange::Device, ..host.clone() };
+        let [expected, got] = [host, device].map(|config| trained::<Layouts>(&config, Optimizer::Sgd));
+        assert_parity(&format!("{stage}, {reduce}"), &expected, &got, Tolerance::EXACT);
+    }
+}
+
+#[test]
+fn backward_gathers_among_fewer_ranks_from_device_to_device() {
+    let host = Config { reshard_after_forward: Some(2), ..on(DeviceChoice::Cpu, Stage::Parameters, 4) };
+    let device = Config { collectives: Exchange::Device, ..host.clone() };
+    let [expected, got] = [host, device].map(|config| trained::<Layouts>(&config, Optimizer::Sgd));
+    assert_parity("stage 3", &expected, &got, Tolerance::EXACT);
+}
+
+#[test]
+fn from_device_to_device_ranks_send_the_bytes_that_they_send_through_host_memory() {
+    let sent = |collectives, stage| {
+        let config = Config { collectives, ..on(DeviceChoice::Cpu, stage, 2) };
         let sent = launch(&config, |rank| {
-            let mut model = start::<Mlp>(&rank)?;
+            let mut model = start::<Layouts>(&rank)?;
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             rank.traffic().reset();
             let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
             optim.step(0.01, &mut model, gradients)?;
             model.synchronize()?;
-            Ok([OpKind::AllGather, OpKind::ReduceScatter].map(|kind| rank.traffic().of(kind).sent_bytes))
+            Ok([OpKind::AllGather, OpKind::ReduceScatter, OpKind::AllReduce].map(|kind| rank.traffic().of(kind)))
         });
         sent.unwrap()
     };
-    assert!(sent(Exchange::Host).iter().flatten().all(|&bytes| bytes > 0));
-    assert_eq!(sent(Exchange::Device), [[0, 0], [0, 0]]);
+    for stage in [Stage::Ddp, Stage::OptimizerState, Stage::Parameters] {
+        let expected = sent(Exchange::Host, stage);
+        assert!(expected.iter().flatten().any(|count| count.sent_bytes > 0));
+        assert_eq!(sent(Exchange::Device, stage), expected, "{stage}");
+    }
 }
 
 #[test]
@@ -302,8 +328,8 @@ impl Trial for Deep {
 }
 
 /// Bytes in use on the device of both ranks, after each step.
-fn bytes_after_steps(stage: Stage) -> Vec<u64> {
-    let used = launch(&on(DeviceChoice::Cpu, stage, 2), |rank| {
+fn bytes_after_steps(place: TierShares, stage: Stage) -> Vec<u64> {
+    let used = launch(&placed(place, on(DeviceChoice::Cpu, stage, 2)), |rank| {
         let mut model = start::<Deep>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         let mut used = Vec::new();
@@ -326,15 +352,22 @@ fn child_counts_the_bytes_of_a_device() {
     if std::env::var_os("FSDP_TEST_DEVICE_BYTES").is_none() {
         return;
     }
-    let sharded = bytes_after_steps(Stage::Parameters);
-    assert!(sharded.iter().all(|&bytes| bytes < LAYER_BYTES / 2), "stage 3 leaves {sharded:?} on the device");
-    let whole = bytes_after_steps(Stage::Ddp);
     let model_bytes = DEPTH as u64 * LAYER_BYTES;
-    assert!(whole.iter().all(|bytes| (2 * model_bytes..2 * model_bytes + LAYER_BYTES).contains(bytes)), "{whole:?}");
+    let holds = |place, stage, num_models: u64| {
+        let used = bytes_after_steps(place, stage);
+        let expected = num_models * model_bytes..num_models * model_bytes + LAYER_BYTES;
+        assert!(used.iter().all(|bytes| expected.contains(bytes)), "{place:?}, {stage}: {used:?} and not {expected:?}");
+    };
+    // Of both ranks: parameters, and the velocity of each.
+    holds(TierShares::CPU, Stage::Parameters, 0);
+    holds(TierShares::CPU, Stage::Ddp, 2);
+    holds(TierShares::DEVICE, Stage::Parameters, 2);
+    holds(TierShares::DEVICE, Stage::Gradients, 3);
+    holds(TierShares::DEVICE, Stage::Ddp, 4);
 }
 
 #[test]
-fn between_steps_a_device_holds_no_parameters_at_stage_3_and_each_once_below() {
+fn between_steps_a_device_holds_what_the_stage_and_the_tiers_say_and_no_more() {
     let mut child = child("on_device::child_counts_the_bytes_of_a_device");
     run_to_end(child.env("FSDP_TEST_DEVICE_BYTES", "1"));
 }

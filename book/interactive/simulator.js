@@ -37,18 +37,20 @@ globalThis.fsdp ??= {};
         return instructions;
     };
 
-    /** What N−1 messages of a ring take, and send. `T = α + β·S` for each. */
+    /** What N−1 messages of a ring take, and send. `T = α + β·S` for each; they fill the link without α. */
     const ring = ({ ranks, alpha, beta }, shardLen, elementBytes) => {
         const messages = ranks - 1;
-        const seconds = ranks <= 1 ? 0 : alpha * messages + beta * (messages * elementBytes * shardLen);
-        return { seconds, messages, sent: messages * shardLen * elementBytes };
+        const filled = ranks <= 1 ? 0 : beta * (messages * elementBytes * shardLen);
+        const seconds = ranks <= 1 ? 0 : alpha * messages + filled;
+        return { seconds, filled, messages, sent: messages * shardLen * elementBytes };
     };
 
     /** A reduce-scatter, then an all-gather. */
     const allReduce = (link, fullLen) => {
         const bytes = ring(link, divCeil(ELEMENT_BYTES * fullLen, link.ranks), 1);
         const elements = ring(link, divCeil(fullLen, link.ranks), ELEMENT_BYTES);
-        return { seconds: 2 * bytes.seconds, messages: 2 * elements.messages, sent: 2 * elements.sent };
+        const { messages, sent } = elements;
+        return { seconds: 2 * bytes.seconds, filled: 2 * bytes.filled, messages: 2 * messages, sent: 2 * sent };
     };
 
     /** What each unit costs: seconds of computation, and its collectives. */
@@ -92,6 +94,12 @@ globalThis.fsdp ??= {};
     const STREAMS = { gather: "gather", publish: "gather", reduce: "reduce" };
     const WAITED = { waitGather: "gather", waitPublish: "publish", waitReduce: "reduce" };
 
+    /** The other stream, what is given to it, and the state of a unit that comes of it. */
+    const BESIDE = {
+        gather: { other: "reduce", given: ["reduce"], of: "gradients", state: "reduced" },
+        reduce: { other: "gather", given: ["gather", "publish"], of: "parameters", state: "whole" },
+    };
+
     class Run {
         constructor(setting) {
             this.setting = setting;
@@ -107,6 +115,7 @@ globalThis.fsdp ??= {};
             this.clocks = this.kinds.map(() => ({
                 now: 0,
                 free: { gather: 0, reduce: 0 },
+                uses: { gather: { until: 0, filled: 0 }, reduce: { until: 0, filled: 0 } },
                 arrived: { gather: [], publish: [], reduce: [] },
                 computed: 0,
                 waited: 0,
@@ -181,16 +190,23 @@ globalThis.fsdp ??= {};
             this.updates += this.clocks.length;
         }
 
-        /** Gives a collective to its stream: it begins when the last rank has come to it. */
+        /** Gives a collective to its stream: it begins when the last rank has come to it, and shares the link. */
         #collect(what, unit) {
             const stream = STREAMS[what];
             const move = this.work[unit][what];
             const begun = this.clocks.map((clock) => Math.max(clock.now, clock.free[stream]));
-            const end = Math.max(...begun) + move.seconds;
+            const begin = Math.max(...begun);
+            const { other } = BESIDE[stream];
+            const late = (clock, at) =>
+                Math.min(Math.max(at - begin, 0) * clock.uses[other].filled, move.filled);
+            const shared = this.clocks.reduce((most, clock) => Math.max(most, late(clock, clock.uses[other].until)), 0);
+            const end = begin + move.seconds + shared;
+            if (shared > 0) this.#share(stream, late);
             if (what === "reduce") this.#happens("gradients", unit, "reducing");
             if (what === "gather") this.#happens("parameters", unit, "gathering");
             this.clocks.forEach((clock, kind) => {
                 clock.free[stream] = end;
+                clock.uses[stream] = { until: end, filled: move.seconds > 0 ? move.filled / move.seconds : 0 };
                 clock.arrived[what][unit] = end;
                 clock.communicated += end - begun[kind];
                 this.#span(kind, stream, what, unit, begun[kind], end);
@@ -200,6 +216,27 @@ globalThis.fsdp ??= {};
             this.messages += move.messages;
             this.sent += move.sent;
             this.updates += 2 * this.clocks.length;
+        }
+
+        /** What is given to the other stream, and not done yet, ends later. See `Run::send` in `run.rs`. */
+        #share(stream, late) {
+            const { other, given, of, state } = BESIDE[stream];
+            for (const span of this.spans) {
+                if (span.row !== other) continue;
+                const clock = this.clocks[span.kind];
+                span.start += late(clock, span.start);
+                span.end += late(clock, span.end);
+            }
+            for (const event of this.events) {
+                if (event.of === of && event.state === state) event.at += late(this.clocks[event.kind], event.at);
+            }
+            for (const clock of this.clocks) {
+                for (const what of given) clock.arrived[what] = clock.arrived[what].map((at) => at + late(clock, at));
+                const by = late(clock, clock.free[other]);
+                clock.free[other] += by;
+                clock.communicated += by;
+                clock.uses[other].until += late(clock, clock.uses[other].until);
+            }
         }
 
         #wait(what, unit) {

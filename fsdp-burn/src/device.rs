@@ -47,9 +47,18 @@ pub(crate) fn is_host(device: &Device) -> bool {
 pub(crate) fn check_dtypes(
     choice: DeviceChoice,
     device: &Device,
+    dtypes: impl Iterator<Item = Dtype>,
+) -> Result<(), Error> {
+    check_supported(choice, |dtype| device.supports_dtype(host::burn_dtype(dtype)), dtypes)
+}
+
+/// [`check_dtypes`], of any device: those that Burn has on every machine compute in all types.
+fn check_supported(
+    choice: DeviceChoice,
+    is_supported: impl Fn(Dtype) -> bool,
     mut dtypes: impl Iterator<Item = Dtype>,
 ) -> Result<(), Error> {
-    match dtypes.find(|&dtype| !device.supports_dtype(host::burn_dtype(dtype))) {
+    match dtypes.find(|&dtype| !is_supported(dtype)) {
         Some(dtype) => Err(refused(
             choice,
             format!("it cannot compute in {dtype}"),
@@ -195,4 +204,21 @@ fn try_out(choice: DeviceChoice, device: &Device) -> Result<(), Error> {
         problem,
         "update NVIDIA's driver, and see with `nvidia-smi` whether the GPU is free and healthy",
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_element_type_that_the_device_lacks_is_refused_with_the_key_to_set() {
+        let lacks = |lacking| move |dtype| dtype != lacking;
+        let used = || [Dtype::F32, Dtype::Bf16].into_iter();
+        assert!(check_supported(DeviceChoice::Cuda, lacks(Dtype::F16), used()).is_ok());
+        let error = check_supported(DeviceChoice::Cuda, lacks(Dtype::Bf16), used()).unwrap_err().to_string();
+        assert!(
+            error.contains("device = \"cuda\": it cannot compute in bf16; set another type under [precision]"),
+            "{error}"
+        );
+    }
 }

@@ -119,7 +119,7 @@ pub use shape::{MOST_ELEMENTS, ModelShape, ParamShape, ShapeError, UnitShape};
 pub use simulate::{
     BackwardUse, Collectives, Instruction, Job, Machine, MeasuredLinks, Move, Moved, Placed, Program, Recorded,
     ReplayError, Scope, Search, SearchLimits, SimOptions, SimReport, SimSpan, Speed, StepRules, TierBytes, TierRates,
-    TierTraffic, TierWork, Tried, UnitWork, Uses, Variation, Workload, sensitivity, simulate, timeline,
+    TierTraffic, TierWork, Tried, UnitWork, Uses, Variation, Wire, Workload, sensitivity, simulate, timeline,
 };
 pub use socket::SocketWorld;
 pub use spec::{PartitionSpec, SpecError};

@@ -21,8 +21,8 @@ use crate::common::models::{
 use crate::common::process::{child, run_to_end};
 use crate::common::processes::{Processes, said};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model, plain_model_on, plain_weights, scalar,
-    share, weights,
+    Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model_on, plain_weights, scalar, share,
+    weights,
 };
 use crate::on_device_state::placed;
 use crate::processes::LIMIT;
@@ -39,7 +39,7 @@ pub(crate) fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Confi
     Config { device, timeout_s: TIMEOUT_S, ..config(stage, world_size) }
 }
 
-/// A sharded model with the weights of [`plain_model`], whatever random numbers the rank's device would draw. A tensor that
+/// A sharded model with the weights of every other run, whatever random numbers the rank's device would draw. A tensor that
 /// moves keeps its way of gradient checkpointing, so it begins with that of the rank's device.
 pub(crate) fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
     rank.shard(plain_model_on::<M>(&Device::flex().autodiff().gradient_checkpointing()).fork(&rank.device()))
@@ -408,12 +408,4 @@ fn a_model_that_was_built_elsewhere_is_refused_with_the_place_to_build_it() {
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("device = \"cpu\": ") && error.contains("`rank.device()`"), "{error}");
-}
-
-#[test]
-fn an_element_type_that_the_device_lacks_is_refused_before_anything_is_computed() {
-    let mut config = on(DeviceChoice::Cpu, Stage::Parameters, 1);
-    config.precision.parameters = Dtype::Bf16;
-    let error = launch(&config, |rank| rank.shard(Mlp::build(&rank.device())).map(drop)).unwrap_err().to_string();
-    assert!(error.contains("device = \"cpu\": it cannot compute in bf16"), "{error}");
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Workload};
+use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Wire, Workload};
 use crate::{
     Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh,
     ModelShape, Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage,
@@ -107,6 +107,19 @@ impl MeasuredLinks {
 }
 
 impl Collectives {
+    /// The same where nothing but bytes takes time.
+    fn without_latency(self) -> Self {
+        match self {
+            Collectives::Ring(Network { in_node, between, ranks_per_node }) => {
+                let [in_node, between] = [in_node, between].map(|link| link.scaled(0.0, 1.0));
+                Collectives::Ring(Network { in_node, between, ranks_per_node })
+            }
+            Collectives::Measured { links, taken_share } => {
+                Collectives::Measured { links: links.scaled(0.0, 1.0), taken_share }
+            }
+        }
+    }
+
     fn all_gather_s(&self, placed: Placement, shard_bytes: u64) -> f64 {
         match self {
             _ if placed.num_ranks <= 1 => 0.0,
@@ -291,8 +304,8 @@ impl Job {
         let num_params: usize = self.shape.units.iter().map(|unit| unit.parameters.len()).sum();
         let placements = self.placements(stage);
         let norm_bytes = 8 * num_params as u64;
-        let seconds = self.machine.network.all_gather_s(self.placed(Scope::World), norm_bytes);
         let norm_traffic = StepTraffic::default(); // a few bytes that are not the model's
+        let norm_s = |network: Collectives| network.all_gather_s(self.placed(Scope::World), norm_bytes);
         Workload {
             mesh: self.mesh.clone(),
             rules,
@@ -301,7 +314,7 @@ impl Job {
             tiers: placements.unit_tiers(),
             units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
             tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
-            norm: self.moved(Scope::World, seconds, norm_traffic, 0),
+            norm: self.moved(Scope::World, self.placed(Scope::World), norm_s, norm_traffic, 0),
         }
     }
 
@@ -408,30 +421,40 @@ impl Job {
     fn gather(&self, num_ranks: usize, shard_len: u64) -> Move {
         let element_bytes = self.precision.element_bytes();
         let placed = self.placed_along(Axis::Shard, num_ranks);
-        let seconds = self.machine.network.all_gather_s(placed, element_bytes * shard_len);
+        let seconds = |network: Collectives| network.all_gather_s(placed, element_bytes * shard_len);
         let traffic = StepTraffic::all_gather(num_ranks as u64, shard_len);
-        self.moved(Scope::Shard, seconds, traffic, element_bytes)
+        self.moved(Scope::Shard, placed, seconds, traffic, element_bytes)
     }
 
     fn reduce_scatter(&self, shard_len: u64) -> Move {
-        let element_bytes = self.reduce_bytes;
-        let seconds = self.machine.network.reduce_scatter_s(self.placed(Scope::Shard), element_bytes * shard_len);
+        let (placed, element_bytes) = (self.placed(Scope::Shard), self.reduce_bytes);
+        let seconds = |network: Collectives| network.reduce_scatter_s(placed, element_bytes * shard_len);
         let traffic = StepTraffic::reduce_scatter(self.num_shards() as u64, shard_len);
-        self.moved(Scope::Shard, seconds, traffic, element_bytes)
+        self.moved(Scope::Shard, placed, seconds, traffic, element_bytes)
     }
 
     fn all_reduce(&self, scope: Scope, full_len: u64) -> Move {
         let (placed, element_bytes) = (self.placed(scope), self.reduce_bytes);
-        let seconds = self.machine.network.all_reduce_s(placed, element_bytes * full_len);
-        self.moved(scope, seconds, StepTraffic::all_reduce(placed.num_ranks, full_len), element_bytes)
+        let seconds = |network: Collectives| network.all_reduce_s(placed, element_bytes * full_len);
+        self.moved(scope, placed, seconds, StepTraffic::all_reduce(placed.num_ranks, full_len), element_bytes)
     }
 
-    fn moved(&self, scope: Scope, seconds: f64, traffic: StepTraffic, element_bytes: u64) -> Move {
-        let taken_share = match self.machine.network {
+    fn moved(
+        &self,
+        scope: Scope,
+        placed: Placement,
+        seconds: impl Fn(Collectives) -> f64,
+        traffic: StepTraffic,
+        element_bytes: u64,
+    ) -> Move {
+        let network = self.machine.network;
+        let taken_share = match network {
             Collectives::Ring(_) => 0.0,
             Collectives::Measured { taken_share, .. } => taken_share,
         };
-        Move { scope, seconds, taken_s: taken_share * seconds, traffic, element_bytes }
+        let wire = if placed.num_nodes > 1 { Wire::Between } else { Wire::InNode };
+        let (filled_s, seconds) = (seconds(network.without_latency()), seconds(network));
+        Move { scope, seconds, wire, filled_s, taken_s: taken_share * seconds, traffic, element_bytes }
     }
 
     fn placed(&self, scope: Scope) -> Placement {

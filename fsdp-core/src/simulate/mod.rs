@@ -20,4 +20,4 @@ pub use run::{SimOptions, SimReport, SimSpan, simulate};
 pub use search::{Search, SearchLimits, Tried, Variation, sensitivity};
 pub use tiers::{Moved, TierTraffic};
 pub use timeline::timeline;
-pub use workload::{Move, Placed, TierWork, UnitWork, Workload};
+pub use workload::{Move, Placed, TierWork, UnitWork, Wire, Workload};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::simulate::{BackwardUse, Job, Move, Scope, SimReport, Uses, Workload};
+use crate::simulate::{BackwardUse, Job, Move, Scope, SimReport, Uses, Wire, Workload};
 use crate::{Mesh, SpanKind, Stage, StepTraffic, TraceStream};
 
 /// The spans of a trace in Chrome's format, as [`Trace::write`](crate::Trace::write) makes it.
@@ -280,14 +280,17 @@ fn computations(on_row: &[&&RecordedSpan]) -> Vec<f64> {
             after_waits += next - span.end_s;
             computed.push(0.0);
         } else {
-            computed.push(next - span.start_s + std::mem::take(&mut after_waits));
+            // A trace is rounded: what takes no time may seem to take less.
+            computed.push((next - span.start_s + std::mem::take(&mut after_waits)).max(0.0));
         }
     }
     computed
 }
 
+/// Nobody is met: what was recorded has shared its wire already.
 fn alone(seconds: f64) -> Move {
-    Move { scope: Scope::World, seconds, taken_s: 0.0, traffic: StepTraffic::default(), element_bytes: 0 }
+    let (wire, traffic) = (Wire::InNode, StepTraffic::default());
+    Move { scope: Scope::World, seconds, wire, filled_s: 0.0, taken_s: 0.0, traffic, element_bytes: 0 }
 }
 
 fn sorted<T: Ord>(items: impl Iterator<Item = T>) -> Vec<T> {

@@ -143,6 +143,7 @@ pub fn simulate(workload: &Workload, options: &SimOptions) -> SimReport {
         sent_bytes: 0,
         num_updates: 0,
         under_way: Vec::new(),
+        given: Default::default(),
         spans: Vec::new(),
     };
     let num_steps = options.num_steps.max(1);
@@ -188,6 +189,29 @@ enum Stream {
     Reduce,
 }
 
+impl Stream {
+    fn other(self) -> Self {
+        match self {
+            Stream::Gather => Stream::Reduce,
+            Stream::Reduce => Stream::Gather,
+        }
+    }
+
+    fn row(self) -> TraceStream {
+        match self {
+            Stream::Gather => TraceStream::Gather,
+            Stream::Reduce => TraceStream::Reduce,
+        }
+    }
+}
+
+/// How long a stream uses a wire, and which share of it: latency leaves it empty.
+#[derive(Clone, Copy, Default)]
+struct Use {
+    until: f64,
+    filled: f64,
+}
+
 /// What is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waited {
@@ -225,6 +249,8 @@ pub(super) struct Clock {
     pub(super) queues: Queues,
     /// When each stream is done with what was given to it.
     free: [f64; 2],
+    /// By stream and wire.
+    uses: [[Use; 2]; 2],
     computed: f64,
     waited: f64,
     tier_waited: f64,
@@ -267,6 +293,8 @@ pub(super) struct Run<'a> {
     sent_bytes: u64,
     pub(super) num_updates: u64,
     pub(super) under_way: Vec<UnderWay>,
+    /// By stream, what was given to it and nobody has waited for.
+    given: [Vec<(Waited, UnitIndex)>; 2],
     spans: Vec<SimSpan>,
 }
 
@@ -367,19 +395,13 @@ impl Run<'_> {
     fn collect(&mut self, kind: SpanKind, stream: Stream, waited: Waited, unit: UnitIndex, moves: &[Move]) {
         let begun: Vec<f64> = self.clocks.iter().map(|clock| clock.now.max(clock.free[stream as usize])).collect();
         for one in moves {
-            self.meet(
-                one.scope,
-                |clock| clock.now.max(clock.free[stream as usize]),
-                one.seconds,
-                |clock, end| {
-                    clock.free[stream as usize] = end;
-                },
-            );
+            self.send(stream, one);
             self.take(unit, one.taken_s);
             self.traffic += one.traffic;
             self.sent_bytes = self.sent_bytes.saturating_add(one.traffic.sent_bytes(one.element_bytes));
         }
-        let row = if kind == SpanKind::Reduce { TraceStream::Reduce } else { TraceStream::Gather };
+        self.given[stream as usize].push((waited, unit));
+        let row = stream.row();
         for (class, &start_s) in begun.iter().enumerate() {
             let clock = &mut self.clocks[class];
             let end_s = if moves.is_empty() { clock.now } else { clock.free[stream as usize] };
@@ -392,6 +414,65 @@ impl Run<'_> {
             }
         }
         self.num_updates += (self.clocks.len() * (1 + moves.len())) as u64;
+    }
+
+    /// One collective on its wire.
+    ///
+    /// [Note: Streams that share a wire]
+    /// A gather and a reduction that are under way at once get half of the wire's bandwidth each, as connections of one
+    /// network and copies in one memory do, until one of them is done. A stream does one thing after the other, so what is
+    /// under way on a wire is at most one collective of each. Seen from where the later one begins: it takes longer by the
+    /// time that the other stream goes on to fill the wire, but by no more than it fills the wire itself; and what is given
+    /// to the other stream, and not done yet, ends later by the time that it fills the wire until then, within the same limit.
+    fn send(&mut self, stream: Stream, one: &Move) {
+        let Self { classes, clocks, .. } = self;
+        let (own, other, wire) = (stream as usize, stream.other() as usize, one.wire as usize);
+        let filled = if one.seconds > 0.0 { one.filled_s / one.seconds } else { 0.0 };
+        let mut begun = vec![0.0; clocks.len()];
+        for group in classes.groups(one.scope) {
+            let come = |&class: &usize| clocks[class].now.max(clocks[class].free[own]);
+            let start = group.iter().map(come).fold(0.0, f64::max);
+            let met = |&class: &usize| {
+                let Use { until, filled } = clocks[class].uses[other][wire];
+                ((until - start).max(0.0) * filled).min(one.filled_s)
+            };
+            let shared = group.iter().map(met).fold(0.0, f64::max);
+            let end = start + one.seconds + shared;
+            for &class in group {
+                begun[class] = start;
+                clocks[class].free[own] = end;
+                clocks[class].uses[own][wire] = Use { until: end, filled };
+            }
+        }
+        let late = |clock: &Clock, at: f64, start: f64| {
+            ((at - start).max(0.0) * clock.uses[other][wire].filled).min(one.filled_s)
+        };
+        let is_met = |(clock, start): (&Clock, &f64)| clock.uses[other][wire].until > *start;
+        if one.filled_s == 0.0 || !clocks.iter().zip(&begun).any(is_met) {
+            return;
+        }
+        let num_classes = clocks.len();
+        for &(waited, unit) in &self.given[other] {
+            let arrived = &mut self.arrived[waited as usize][unit * num_classes..][..num_classes];
+            for ((arrived, clock), &start) in arrived.iter_mut().zip(&*clocks).zip(&begun) {
+                *arrived += late(clock, *arrived, start);
+            }
+        }
+        let row = stream.other().row();
+        for span in self.under_way.iter_mut().filter(|span| span.row == row) {
+            let (clock, start) = (&clocks[span.class], begun[span.class]);
+            span.start_s += late(clock, span.start_s, start);
+            span.end_s += late(clock, span.end_s, start);
+        }
+        for (clock, &start) in clocks.iter_mut().zip(&begun) {
+            let by = late(clock, clock.free[other], start);
+            clock.free[other] += by;
+            clock.communicated += by;
+            let until = clock.uses[other].map(|used| used.until + late(clock, used.until, start));
+            for (used, until) in clock.uses[other].iter_mut().zip(until) {
+                used.until = until;
+            }
+        }
     }
 
     /// The rank's processors are at a communication. Wherever in that time its computation gets them, it is so much later by
@@ -432,6 +513,7 @@ impl Run<'_> {
 
     fn wait(&mut self, waited: Waited, unit: UnitIndex) {
         let num_classes = self.clocks.len();
+        self.given.iter_mut().for_each(|given| given.retain(|given| *given != (waited, unit)));
         for class in 0..num_classes {
             let arrived = self.arrived[waited as usize][unit * num_classes + class];
             let is_it = |one: &UnderWay| (one.class, one.waited, one.unit) == (class, waited, unit);

@@ -4,13 +4,27 @@ use crate::simulate::program::{StepRules, Uses};
 use crate::simulate::ranks::Scope;
 use crate::{Mesh, StepTraffic, UnitTiers, UnitTraits};
 
+/// What a collective is sent over: the part of the way that is farther. Collectives of a rank that are under way at once
+/// share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wire {
+    /// Within a node.
+    InNode,
+    /// Between nodes.
+    Between,
+}
+
 /// One collective.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Move {
     /// Who takes part.
     pub scope: Scope,
-    /// Seconds from when the last of them has begun.
+    /// Seconds from when the last of them has begun, with the wire to itself.
     pub seconds: f64,
+    /// What it is sent over.
+    pub wire: Wire,
+    /// Seconds of these in which it fills the wire: without latency, and 0 where `seconds` was measured beside others.
+    pub filled_s: f64,
     /// Seconds of these in which a rank cannot compute, since its own processors move the bytes.
     pub taken_s: f64,
     /// What each rank sends.

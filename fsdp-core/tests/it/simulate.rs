@@ -244,6 +244,29 @@ fn the_work_of_ranks_that_all_differ_grows_with_their_number_and_that_of_units()
 }
 
 #[test]
+fn gathers_and_reductions_send_no_more_than_their_link_can() {
+    let run = |link: Link, flops_per_s: f64, depth: usize| {
+        let speed = Speed::Rate { flops_per_s, memory_bytes_per_s: f64::INFINITY };
+        let machine = Machine { network: Network::one_node(link).into(), speed };
+        let depth = PrefetchDepth { forward: depth, backward: depth, max_bytes: None };
+        let job = Job { depth, needs_norm: false, ..Job::new(ModelShape::even(80_000_000, 10), 8, machine) };
+        simulate(&job.workload(Stage::Parameters), &SimOptions { traced: vec![0], ..SimOptions::default() })
+    };
+    for (depth, flops_per_s) in [(0, 1e13), (1, 1e13), (1, 1e15), (2, 1e15), (2, 1e18)] {
+        let report = run(Link { alpha_s: 0.0, beta_s_per_byte: 1e-10 }, flops_per_s, depth);
+        let sending_s = 1e-10 * report.sent_bytes as f64;
+        let what = format!("depth {depth}, {flops_per_s} flops: {} and {sending_s}", report.step_s);
+        assert!(report.step_s > 0.9999 * sending_s, "{what}");
+        assert!(report.step_s < sending_s + report.compute_s + 1e-9, "{what}");
+    }
+    // Latency fills no link.
+    let report = run(Link { alpha_s: 1e-3, beta_s_per_byte: 0.0 }, 1e13, 1);
+    let moved = report.spans.iter().filter(|span| span.stream != TraceStream::Compute);
+    let longest_s = moved.map(|span| span.end_s - span.start_s).fold(0.0, f64::max);
+    assert!((longest_s - 7e-3).abs() < 1e-9, "{longest_s}");
+}
+
+#[test]
 fn a_straggler_is_waited_for_at_the_place_where_it_meets_the_others() {
     let network = Network::one_node(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 });
     let speed = Speed::Rate { flops_per_s: 1e12, memory_bytes_per_s: f64::INFINITY };

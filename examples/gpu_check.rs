@@ -142,10 +142,9 @@ impl Run {
         let rows: Range<usize> = rank.rank() * self.batch..(rank.rank() + 1) * self.batch;
         let mut seen = Seen { num_parameters: model.num_params(), ..Seen::default() };
         let estimate = model.memory_estimate(OptimizerKind::Adam, Some(activations(&self.model, self.batch, 0)));
-        // Blocks, reduced gradients and optimizer state are in host memory.
-        let whole = if rank.config().stage.shards_parameters() { 0 } else { estimate.parameter_bytes };
+        let state = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes;
         let held = estimate.gathered_bytes + estimate.activation_bytes.unwrap_or(0).max(estimate.in_flight_bytes);
-        seen.predicted_bytes = whole + held;
+        seen.predicted_bytes = state + held;
         for step in 0..self.steps {
             let batch = text.batch(1, step, rows.clone(), &device);
             rank.barrier()?;

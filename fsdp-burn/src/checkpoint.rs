@@ -144,6 +144,8 @@ impl<M: Module> ShardedModel<M> {
             rank_state: serde_json::to_value(RandomState::current()).map_err(Error::program)?,
             pinned: false,
         };
+        // The state is read by another thread, which knows nothing of what the device still has to do for this one.
+        engine.home().wait()?;
         Ok(Noted { snapshot, state: optimizer.shared(), engine: engine.clone(), entries: self.planned_entries() })
     }
 
@@ -151,9 +153,9 @@ impl<M: Module> ShardedModel<M> {
     fn block_data(&self, param: usize) -> Result<BlockData<'static>, Error> {
         let engine = self.engine().clone();
         if engine.offload().has_parameter(param) {
-            return Ok(BlockData::Lazy(Box::new(move || Ok(engine.block(param)?))));
+            return Ok(BlockData::Lazy(Box::new(move || Ok(engine.home().to_host(engine.block(param)?)?))));
         }
-        Ok(BlockData::Ready(engine.block(param)?))
+        Ok(BlockData::Ready(engine.home().to_host(engine.block(param)?)?))
     }
 
     /// Optimizer state that lies on the disk: how to read its tensors, by the paths of their parameters, and its scalars.

@@ -5,6 +5,9 @@
 //! are added up in double precision, and the blocks' sums are added in the order of parameters and ranks. So the norm,
 //! and every clipped gradient after it, has the same bits at every stage.
 //!
+//! What is on a device is squared and added up there, in double precision and in an order that a block's size decides; one
+//! number of each block is copied. Any other order, or a device without double precision, has the gradients copied.
+//!
 //! Powers of a high order overflow and underflow long before their root does: 1e-3 to the 200th is 0 in double precision.
 //! So an order other than 2 first asks for the largest magnitude of all, and then sums powers of shares of it.
 
@@ -16,8 +19,8 @@ use half::{bf16, f16};
 use multiversion::multiversion;
 
 use crate::Error;
+use crate::block::{Block, Home};
 use crate::engine::Engine;
-use crate::host::cut;
 
 /// Which norm: of the order p, (Σ|g|^p)^(1/p).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -81,6 +84,15 @@ impl Total {
         }
     }
 
+    /// What one block contributes, wherever it is.
+    fn of_placed(self, home: &Home, block: Block, dtype: Dtype) -> Result<Amount, Error> {
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        if let (Block::Device(tensor), Total::Squares, true) = (&block, self, home.has_f64()) {
+            return Ok(Amount::OnDevice(Box::new(crate::cube::sum_of_squares(tensor))));
+        }
+        Ok(Amount::Known(self.of_block(&home.to_host(block)?, dtype)))
+    }
+
     /// Of all blocks, from what each contributes.
     fn of_all(self, blocks: impl Iterator<Item = f64>) -> f64 {
         match self {
@@ -88,6 +100,35 @@ impl Total {
             Total::Largest => blocks.fold(0.0, larger),
         }
     }
+}
+
+/// What a block contributes.
+enum Amount {
+    Known(f64),
+    /// One element in double precision.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    OnDevice(Box<crate::peers::CubeFloat>),
+}
+
+/// Puts amounts where they belong, those on the device after one copy of all.
+fn collect<'a>(amounts: impl Iterator<Item = (&'a mut f64, Amount)>) -> Result<(), Error> {
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    let mut on_device = (Vec::new(), Vec::new());
+    for (slot, amount) in amounts {
+        match amount {
+            Amount::Known(amount) => *slot = amount,
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            Amount::OnDevice(amount) => {
+                on_device.0.push(slot);
+                on_device.1.push(*amount);
+            }
+        }
+    }
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    for (slot, amount) in on_device.0.into_iter().zip(crate::cube::values(on_device.1)?) {
+        *slot = amount;
+    }
+    Ok(())
 }
 
 /// The norm of the reduced gradients of all parameters, each counted once. *Collective* over the shard axis.
@@ -100,18 +141,24 @@ fn global_total(engine: &Engine, step: u64, total: Total) -> Result<f64, Error> 
     let num_shards = engine.links().control_shard.world_size();
     // By parameter and block; each rank fills in the blocks it holds.
     let mut parts: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+    let mut amounts: BTreeMap<(usize, usize), Amount> = BTreeMap::new();
     engine.each_reduced(|param, gradient| {
-        let spec = &plan.params()[param];
-        let dtype = engine.dtype(param);
-        let blocks = parts.entry(param).or_insert_with(|| vec![0.0; num_shards]);
+        let (spec, dtype) = (&plan.params()[param], engine.dtype(param));
+        let amount = |block| total.of_placed(engine.home(), block, dtype);
+        parts.insert(param, vec![0.0; num_shards]);
         if spec.is_split() {
-            blocks[engine.shard_index()] = total.of_block(gradient, dtype);
+            amounts.insert((param, engine.shard_index()), amount(gradient.clone())?);
         } else {
-            for (rank, part) in blocks.iter_mut().enumerate() {
-                *part = total.of_block(&cut(gradient, &spec.layout, rank, dtype.size_bytes()), dtype);
+            for rank in 0..num_shards {
+                amounts.insert((param, rank), amount(gradient.cut(&spec.layout, rank, dtype))?);
             }
         }
+        Ok(())
     })?;
+    let slots = parts
+        .iter_mut()
+        .flat_map(|(&param, blocks)| blocks.iter_mut().enumerate().map(move |(rank, slot)| ((param, rank), slot)));
+    collect(slots.filter_map(|(key, slot)| Some((slot, amounts.remove(&key)?))))?;
     let split: Vec<usize> = parts.keys().copied().filter(|&param| plan.params()[param].is_split()).collect();
     if !split.is_empty() {
         let mine: Vec<u8> = split.iter().flat_map(|param| parts[param][engine.shard_index()].to_ne_bytes()).collect();

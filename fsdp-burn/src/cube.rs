@@ -1,40 +1,41 @@
 //! The ops of this crate on Burn's Cube backend, which is that of GPUs.
 //!
 //! [Note: Host memory beside a device]
-//! Blocks, reduced gradients and optimizer state are in host memory, and stepped there as on the CPU backend. What a device
-//! holds is what it computes with: a whole parameter from its use until the graph lets go of it, and a whole gradient until it
-//! is reduced. By default it is host memory, too, through which ranks exchange them, as elsewhere: a parameter is copied to the
-//! device when it is used, and a gradient back when backward has made it, which the thread of the reductions waits for. The
-//! other way is [Note: Two places of a gather]. Below stage 3 whole parameters stay on the device, as they stay in memory
-//! elsewhere.
+//! A device holds what it computes with: a whole parameter from its use until the graph lets go of it, and a whole gradient
+//! until it is reduced. By default it is host memory through which ranks exchange them, as elsewhere: a parameter is copied to
+//! the device when it is used, and a gradient back when backward has made it, which the thread of the reductions waits for.
+//! The other way is [Note: Two places of a gather]. Where blocks lie between their uses is
+//! [Note: Blocks beside a device].
 //!
 //! These functions run on the thread of the rank. Nothing may wait for other ranks on the thread of a device, or on that of
 //! fused operations: they belong to all ranks that share the device.
 
 use std::any::Any;
+use std::ops::Range;
 use std::task::{Context, Poll, Waker};
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
 use burn::backend::{Cube, TensorMetadata};
-use burn::tensor::{Bytes, FloatDType, Shape, Tensor, TensorData};
+use burn::tensor::{Bytes, Device, FloatDType, Shape, Tensor, TensorData};
 use burn_cubecl::cubecl::future::block_on;
 use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::Error;
+use crate::device::failed;
 use crate::engine::{Coming, EngineFailed, Lent, Whole};
 use crate::gather_op::{GatherSite, ShardOps};
-use crate::host::{Identity, off_device};
+use crate::host::{self, Identity, off_device};
 use crate::lora::{AdaptOps, AdaptedSite, adapt};
 use crate::nn::GeluOps;
-use crate::peers::{CubeDevice, CubeFloat};
+use crate::peers::{CubeDevice, CubeFloat, part};
 use crate::recompute::{Erased, Part, RecomputeOps};
 use crate::sum_op::{Site, SumOps};
 
 /// What a device calls the tensor's memory. With fusion there may be none yet.
-fn identity(tensor: &CubeFloat) -> Option<Identity> {
+pub(crate) fn identity(tensor: &CubeFloat) -> Option<Identity> {
     let tensor = (tensor as &dyn Any).downcast_ref::<CubeTensor>()?;
     Some(Identity(tensor.handle.clone().binding().memory.id().value))
 }
@@ -42,6 +43,62 @@ fn identity(tensor: &CubeFloat) -> Option<Identity> {
 /// As [`identity`], of a tensor that is on a device.
 pub(crate) fn identity_of<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
     tensor.clone().inner().try_into_primitive::<Cube>().ok().as_ref().and_then(identity)
+}
+
+/// The device of Cube that `device` is.
+pub(crate) fn device_of(device: &Device) -> CubeDevice {
+    match Tensor::<1>::empty([1], device).try_into_primitive::<Cube>() {
+        Ok(tensor) => tensor.device(),
+        Err(error) => unreachable!("ranks compute on Flex or on Cube: {error:?}"),
+    }
+}
+
+pub(crate) fn size_bytes(tensor: &CubeFloat) -> usize {
+    tensor.shape().num_elements() * tensor.dtype().size()
+}
+
+pub(crate) fn cast(tensor: CubeFloat, dtype: FloatDType) -> CubeFloat {
+    Cube::float_cast(tensor, dtype)
+}
+
+pub(crate) fn plus(a: CubeFloat, b: CubeFloat) -> CubeFloat {
+    Cube::float_add(a, b)
+}
+
+/// Elements whose squares are added up at a time, so that there are few in double precision.
+const CHUNK_LEN: usize = 1 << 22;
+/// Elements of a row of them.
+const ROW_LEN: usize = 1024;
+
+/// The sum of the squares of all elements, in double precision and an order that their number decides; one element.
+pub(crate) fn sum_of_squares(tensor: &CubeFloat) -> CubeFloat {
+    let len = tensor.shape().num_elements();
+    let flat = Cube::float_reshape(tensor.clone(), Shape::from(vec![len]));
+    let sum = |tensor: CubeFloat, len: usize, row_len: usize| {
+        let rows = Cube::float_reshape(tensor, Shape::from(vec![len / row_len, row_len]));
+        let sums = Cube::float_sum_dim(Cube::float_sum_dim(rows, 1), 0);
+        Cube::float_reshape(sums, Shape::from(vec![1]))
+    };
+    let of_range = |range: Range<usize>, row_len: usize| {
+        let len = range.len();
+        let wide = Cube::float_cast(part(flat.clone(), range), FloatDType::F64);
+        sum(Cube::float_mul(wide.clone(), wide), len, row_len)
+    };
+    let in_rows = len / ROW_LEN * ROW_LEN;
+    let chunks = (0..in_rows).step_by(CHUNK_LEN).map(|begin| (begin..in_rows.min(begin + CHUNK_LEN), ROW_LEN));
+    let rest = (in_rows < len).then_some((in_rows..len, len - in_rows));
+    let sums: Vec<_> = chunks.chain(rest).map(|(range, row_len)| of_range(range, row_len)).collect();
+    let num_sums = sums.len();
+    sum(Cube::float_cat(sums, 0), num_sums, num_sums)
+}
+
+/// The values of tensors of one element in double precision, in one copy. Waits for the device.
+pub(crate) fn values(scalars: Vec<CubeFloat>) -> Result<Vec<f64>, Error> {
+    if scalars.is_empty() {
+        return Ok(Vec::new());
+    }
+    let bytes = host::bytes_of(&to_host(Cube::float_cat(scalars, 0))?);
+    Ok(bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_ne_bytes(*bytes)).collect())
 }
 
 pub(crate) fn to_device(data: TensorData, device: &CubeDevice) -> CubeFloat {
@@ -91,14 +148,13 @@ fn coming(tensor: CubeFloat) -> Whole {
     Whole::Coming(Coming { shape, dtype, wait: Box::new(wait) })
 }
 
-fn failed(error: impl std::fmt::Debug) -> Error {
-    Error::program(format!("the device has failed: {error:?}; go on from the last checkpoint"))
-}
-
 impl ShardOps for Cube {
     fn gather(stored: CubeFloat, site: GatherSite) -> CubeFloat {
         match site.engine.gather(site.param, identity(&stored), site.usage) {
-            Some(Lent::Host(full)) => to_device(full, &stored.device()),
+            Some(Lent::Host(full)) => {
+                site.engine.home().note_to_device(full.bytes().len());
+                to_device(full, &stored.device())
+            }
             Some(Lent::OnDevice(full)) => *full,
             None => stored,
         }
@@ -108,7 +164,10 @@ impl ShardOps for Cube {
         let device = gradient.device();
         let gradient = match site.engine.links().devices {
             Some(_) => Whole::OnDevice(Box::new(gradient)),
-            None => coming(gradient),
+            None => {
+                site.engine.home().note_to_host(size_bytes(&gradient));
+                coming(gradient)
+            }
         };
         site.engine.capture(site.param, gradient);
         Cube::float_empty(Shape::from(vec![0]), &device, FloatDType::F32)

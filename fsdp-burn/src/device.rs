@@ -68,6 +68,11 @@ fn check_supported(
     }
 }
 
+/// What a device's own errors become.
+pub(crate) fn failed(error: impl std::fmt::Debug) -> Error {
+    Error::program(format!("the device has failed: {error:?}; go on from the last checkpoint"))
+}
+
 /// What the device of `tensor` calls it, as far as it tells; host memory tells by itself.
 pub(crate) fn identity<const D: usize>(tensor: &Tensor<D>) -> Option<Identity> {
     #[cfg(any(feature = "cuda", feature = "cpu"))]
@@ -87,7 +92,7 @@ pub(crate) enum Board {}
 pub(crate) fn board(config: &Config) -> Option<Arc<Board>> {
     let is_needed = config.collectives != Exchange::Host && config.device.is_shared(config.world_size);
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    return is_needed.then(|| Board::new(config.world_size, config.timeout()));
+    return is_needed.then(|| Board::new(config.timeout()));
     #[cfg(not(any(feature = "cuda", feature = "cpu")))]
     None.filter(|_| is_needed)
 }

@@ -264,10 +264,7 @@ impl Values<'_> {
         let Some(index) = managed else { return (param, None) };
         let plan = self.engine.plan();
         let spec = &plan.params()[index];
-        let shape = match plan.is_resident(spec) {
-            true => spec.layout.shape().to_vec(),
-            false => spec.layout.shard_shape(self.engine.shard_index()),
-        };
+        let shape = self.engine.stored_shape(index);
         let dtype = self.engine.stored_dtype(index);
         // What lies elsewhere has its shape in the model, and no memory: on the disk, or in host memory beside a device.
         let is_away = self.engine.offload().has_parameter(index);
@@ -278,7 +275,7 @@ impl Values<'_> {
                 let nothing = Tensor::<D>::zeros([1; D], (device, host::burn_dtype(dtype)));
                 return nothing.expand(Shape::from(shape));
             }
-            host::tensor(stored, &shape, dtype, device)
+            stored.tensor(&shape, dtype, device)
         };
         let is_tied = !spec.also.is_empty();
         (replaced(param, |device| self.placed(index, is_tied, device, value)), managed)

@@ -11,8 +11,9 @@ use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{Dtype, Plan, ShardLayout};
 
+use crate::block::Block;
 use crate::host::cut;
-use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
+use crate::shard_module::{BlockTensor, NamedBlock, Ranked, ShardModule};
 use crate::survey::Entry;
 use crate::{Error, host};
 
@@ -79,18 +80,23 @@ impl Trial<'_> {
                 // Large and uneven, so that a norm of the whole differs from one of a block, and clipping bites.
                 let gradient = self.cut(entry, ramp(entry, 10.0 + step as f32));
                 let tensor = |bytes: Bytes| BlockTensor {
-                    bytes,
+                    block: Block::Host(bytes),
                     shape: &shape,
                     dtype: Dtype::F32,
                     factor: 1.0,
                     clip_value: None,
                 };
                 let param = Ranked::new(entry.id, tensor(value.clone()));
-                module.blocks.push(Block { path: entry.spec.path.clone(), param });
+                module.blocks.push(NamedBlock { path: entry.spec.path.clone(), param });
                 Ranked::new(entry.id, tensor(gradient)).register(&mut gradients);
             }
             let module = self.optimizer.step(0.1, module, gradients);
-            values = module.blocks.into_iter().map(|block| block.param.into_bytes()).collect();
+            let values_of = |block: NamedBlock| match block.param.into_block() {
+                Block::Host(bytes) => bytes,
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Block::Device(_) => unreachable!("it is stepped where it was made, in host memory"),
+            };
+            values = module.blocks.into_iter().map(values_of).collect();
         }
         Outcome { optimizer: self.optimizer, values }
     }

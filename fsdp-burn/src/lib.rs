@@ -53,6 +53,7 @@ extern crate self as fsdp_burn;
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
+mod block;
 mod buffers;
 mod casts;
 mod checkpoint;

@@ -68,9 +68,7 @@ impl Links {
         let model = rank.next_model();
         let devices = match rank.config().collectives {
             Exchange::Host => None,
-            Exchange::Device | Exchange::Inline => {
-                Some(crate::peers::DeviceLinks::connect(rank, model, &self.control)?)
-            }
+            Exchange::Device | Exchange::Inline => Some(crate::peers::DeviceLinks::connect(rank, model, &self)?),
         };
         Ok(Self { devices, ..self })
     }

@@ -10,6 +10,7 @@ use fsdp_core::{
     PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
+use crate::block::Home;
 use crate::buffers::{self, Buffer};
 use crate::device::{check_dtypes, check_loading};
 use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
@@ -122,7 +123,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         if config.offload.optimizer.nvme > 0.0 || unit_on_disk(&plan).is_some() {
             check_loading(config)?;
         }
-        let offload = Offload::new(&config.offload, tier, &plan, shard_index);
+        let offload = Offload::new(&config.offload, Home::of(&rank.device()), tier, &plan, shard_index);
         let module = constants::share(module, &policy, links.control.as_ref())?;
         let source = Source { entries: &entries, managed: &managed, plan: &plan, offload: &offload, shard_index };
         let (module, distributed) = distribute(module, source, links.control.as_ref())?;

@@ -1,7 +1,8 @@
-//! What of a model lies below memory, on its rank's disk, between its uses.
+//! Where a model's state lies between its uses: where its rank computes, in host memory, or on the rank's disk.
 //!
-//! Parameters go by blocks, each in a slot of its own; gradients likewise. Optimizer state goes by units: what Burn records
-//! of the unit's parameters, in one slot. See `engine/tiers.rs` for the first two, and [`AwayStates`] for the third.
+//! On the disk parameters go by blocks, each in a slot of its own; gradients likewise. Optimizer state goes by units: what
+//! Burn records of the unit's parameters, in one slot. See `engine/tiers.rs` for the first two, and [`AwayStates`] for the
+//! third.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,6 +15,7 @@ use fsdp_core::{
     OffloadConfig, Plan, PlannedParam, Slot, Tier, TierModel, TierShares, Transfer, Unit, UnitIndex, UnitTiers,
 };
 
+use crate::block::{Home, Place};
 use crate::{Error, host};
 
 /// Room for a record that grows a little, as its counters do.
@@ -22,37 +24,53 @@ const SLACK_BYTES: usize = 4096;
 /// What is offloaded, by parameter, and to where.
 #[derive(Debug)]
 pub(crate) struct Offload {
+    home: Home,
     tier: Option<Arc<Tier>>,
-    parameters: Vec<bool>,
-    gradients: Vec<bool>,
-    optimizer: Vec<bool>,
+    parameters: Vec<Place>,
+    gradients: Vec<Place>,
+    optimizer: Vec<Place>,
 }
 
 impl Offload {
-    /// What the configuration and the units say for the blocks of one rank. Without a disk, nothing.
-    pub(crate) fn new(config: &OffloadConfig, tier: Option<Arc<Tier>>, plan: &Plan, shard_index: usize) -> Self {
-        let place = |shares: &TierShares, counts: &dyn Fn(&PlannedParam) -> bool| -> Vec<bool> {
-            let len = |param: &PlannedParam| match counts(param) {
-                true if tier.is_some() => stepped_len(param, shard_index),
-                _ => 0,
-            };
+    /// What the configuration and the units say for the blocks of one rank. Without a disk, nothing lies on one.
+    pub(crate) fn new(
+        config: &OffloadConfig,
+        home: Home,
+        tier: Option<Arc<Tier>>,
+        plan: &Plan,
+        shard_index: usize,
+    ) -> Self {
+        let place = |shares: &TierShares, counts: &dyn Fn(&PlannedParam) -> bool| -> Vec<Place> {
+            let len = |param: &PlannedParam| if counts(param) { stepped_len(param, shard_index) } else { 0 };
             let own: Vec<_> = plan.params().iter().map(|param| of_unit(&plan.units()[param.unit])).collect();
             // Shares are those of units that do not say it themselves.
             let lens = plan.params().iter().zip(&own).map(|(param, own)| if own.is_none() { len(param) } else { 0 });
-            let mut placed = shares.on_nvme(&lens.collect::<Vec<_>>());
-            for (placed, (param, own)) in placed.iter_mut().zip(plan.params().iter().zip(&own)) {
-                *placed |= *own == Some(TierShares::NVME) && len(param) > 0;
-            }
-            placed
+            let lens: Vec<_> = lens.collect();
+            let (on_nvme, on_cpu) = (shares.on_nvme(&lens), shares.on_cpu(&lens));
+            let place = |(((param, own), on_nvme), on_cpu): (((&PlannedParam, &Option<TierShares>), bool), bool)| {
+                let is_own = |tier| *own == Some(tier) && len(param) > 0;
+                match () {
+                    () if tier.is_some() && (on_nvme || is_own(TierShares::NVME)) => Place::Disk,
+                    () if on_cpu || is_own(TierShares::CPU) => Place::Host,
+                    () => Place::Device,
+                }
+            };
+            plan.params().iter().zip(&own).zip(on_nvme).zip(on_cpu).map(place).collect()
         };
         let parameters = place(&config.parameters, &|param| !plan.is_resident(param));
         // What is frozen may be trained later. Its places are chosen apart, so that shares are shares of what is trained now.
-        let of_trained = |shares: &TierShares| -> Vec<bool> {
+        let of_trained = |shares: &TierShares| -> Vec<Place> {
             let [trained, frozen] = [true, false].map(|trained| place(shares, &|param| param.trainable == trained));
-            trained.into_iter().zip(frozen).map(|(trained, frozen)| trained || frozen).collect()
+            let placed = plan.params().iter().zip(trained.into_iter().zip(frozen));
+            placed.map(|(param, (trained, frozen))| if param.trainable { trained } else { frozen }).collect()
         };
         let (gradients, optimizer) = (of_trained(&config.gradients), of_trained(&config.optimizer));
-        Self { tier, parameters, gradients, optimizer }
+        Self { home, tier, parameters, gradients, optimizer }
+    }
+
+    /// The memories of the rank.
+    pub(crate) fn home(&self) -> &Home {
+        &self.home
     }
 
     /// The rank's disk, for something that is offloaded.
@@ -60,27 +78,44 @@ impl Offload {
         self.tier.as_ref()
     }
 
-    pub(crate) fn has_parameter(&self, param: usize) -> bool {
+    /// Where blocks lie.
+    pub(crate) fn parameter_place(&self, param: usize) -> Place {
         self.parameters[param]
     }
 
-    /// Whether the reduced gradient lies on the disk, when there is one.
-    pub(crate) fn has_gradient(&self, param: usize) -> bool {
+    /// Where the reduced gradient lies, when there is one.
+    pub(crate) fn gradient_place(&self, param: usize) -> Place {
         self.gradients[param]
     }
 
-    /// Whether the optimizer's state lies on the disk, when there is some: also of what is frozen at the moment.
-    pub(crate) fn has_state(&self, param: usize) -> bool {
+    /// Where the optimizer's state lies, when there is some: also of what is frozen at the moment. On a disk it is stepped in
+    /// host memory, elsewhere where it lies.
+    pub(crate) fn state_place(&self, param: usize) -> Place {
         self.optimizer[param]
+    }
+
+    /// Whether the block lies on the disk.
+    pub(crate) fn has_parameter(&self, param: usize) -> bool {
+        self.parameters[param] == Place::Disk
+    }
+
+    /// Whether the reduced gradient does.
+    pub(crate) fn has_gradient(&self, param: usize) -> bool {
+        self.gradients[param] == Place::Disk
+    }
+
+    /// Whether the optimizer's state does.
+    pub(crate) fn has_state(&self, param: usize) -> bool {
+        self.optimizer[param] == Place::Disk
     }
 
     /// What the memory model must know: shares of this rank's blocks.
     pub(crate) fn memory(&self, plan: &Plan, shard_index: usize) -> TierModel {
-        let share = |placed: &[bool], counts: fn(&PlannedParam) -> bool| {
+        let share = |placed: &[Place], counts: fn(&PlannedParam) -> bool| {
             let lens = plan.params().iter().zip(placed).filter(|(param, _)| counts(param));
             let (all, on_disk) = lens.fold((0, 0), |(all, on_disk), (param, placed)| {
                 let len = stepped_len(param, shard_index);
-                (all + len, on_disk + if *placed { len } else { 0 })
+                (all + len, on_disk + if *placed == Place::Disk { len } else { 0 })
             });
             on_disk as f64 / all.max(1) as f64
         };
@@ -95,8 +130,10 @@ impl Offload {
     /// What the schedule must know, with what `plan` trains.
     pub(crate) fn unit_tiers(&self, plan: &Plan) -> Vec<UnitTiers> {
         let tiers = |unit: &Unit| {
-            let blocks = unit.params.iter().any(|&param| self.parameters[param]);
-            let of_trained = |of: &[bool]| unit.params.iter().any(|&param| of[param] && plan.params()[param].trainable);
+            let blocks = unit.params.iter().any(|&param| self.has_parameter(param));
+            let of_trained = |of: &[Place]| {
+                unit.params.iter().any(|&param| of[param] == Place::Disk && plan.params()[param].trainable)
+            };
             UnitTiers { blocks, gradients: of_trained(&self.gradients), state: of_trained(&self.optimizer) }
         };
         plan.units().iter().map(tiers).collect()

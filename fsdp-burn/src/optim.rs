@@ -1,6 +1,7 @@
 //! The optimizer of a sharded model: any elementwise Burn optimizer, stepping blocks.
 //!
-//! Each rank steps its own block of every cut parameter, so optimizer state exists once over all ranks. Burn's
+//! Each rank steps its own block of every cut parameter, so optimizer state exists once over all ranks. A rank with a device
+//! steps it there, unless `[offload]` puts the state into host memory or on a disk: then the step is in host memory. Burn's
 //! [`ModuleOptimizer`] does the arithmetic; it is shown a module of blocks with the paths and ids of the model, unit by
 //! unit, as soon as a unit's gradients are reduced.
 
@@ -13,10 +14,11 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::store::RecordError;
 use fsdp_core::{Action, Axis, Config, NonFinite, SpanKind, UnitIndex};
 
+use crate::block::Block;
 use crate::clip::{self, Norm};
 use crate::engine::Engine;
 use crate::offload::{Away, AwayStates};
-use crate::shard_module::{Block, BlockTensor, Ranked, ShardModule};
+use crate::shard_module::{BlockTensor, NamedBlock, Ranked, ShardModule};
 use crate::survey::Entry;
 use crate::{Error, ShardedGradients, ShardedModel, elementwise, host};
 
@@ -204,6 +206,7 @@ impl ShardedOptimizer {
             self.checked.push(model_state);
         }
         engine.reduce_rest()?;
+        engine.agree_on_gradients()?;
         let mut factor = engine.gradient_factor();
         let mut gradient_norm = None;
         let scales = engine.scaler().is_some_and(|scaler| scaler.is_dynamic());
@@ -315,16 +318,21 @@ impl Work<'_> {
         for &param in params {
             let Some(gradient) = engine.take_reduced(param)? else { continue };
             let (entry, shape, dtype) = (&self.entries[param], engine.block_shape(param), engine.dtype(param));
-            let tensor = |bytes| BlockTensor { bytes, shape: &shape, dtype, factor: 1.0, clip_value: None };
-            let block = tensor(engine.block(param)?);
-            let gradient = BlockTensor { factor, clip_value, ..tensor(gradient) };
-            module.blocks.push(Block { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });
+            // What is stepped on the way to a disk is stepped in host memory.
+            let place = engine.offload().state_place(param);
+            let tensor = |block: Block| {
+                let block = engine.home().put(block, place, &shape, dtype)?;
+                Ok::<_, Error>(BlockTensor { block, shape: &shape, dtype, factor: 1.0, clip_value: None })
+            };
+            let block = tensor(engine.block(param)?)?;
+            let gradient = BlockTensor { factor, clip_value, ..tensor(gradient)? };
+            module.blocks.push(NamedBlock { path: entry.spec.path.clone(), param: Ranked::new(entry.id, block) });
             Ranked::new(entry.id, gradient).register(&mut gradients);
             stepped.push(param);
         }
         let module = optimizer.step(self.lr.clone(), module, gradients);
         for (param, block) in stepped.into_iter().zip(module.blocks) {
-            engine.set_stepped(param, block.param.into_bytes());
+            engine.set_stepped(param, block.param.into_block())?;
         }
         Ok(())
     }

@@ -308,6 +308,12 @@ impl Rank {
         &self.traffic
     }
 
+    /// The same, for what sends by another way than a communicator.
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    pub(crate) fn shared_traffic(&self) -> Arc<Traffic> {
+        self.traffic.clone()
+    }
+
     /// What this rank has written to its disk and read from it; `None` where nothing is offloaded to one.
     pub fn tier_stats(&self) -> Option<TierStats> {
         self.tier.get().map(|tier| tier.stats())

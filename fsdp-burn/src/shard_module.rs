@@ -6,10 +6,9 @@
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
-use bytes::Bytes;
 use fsdp_core::Dtype;
 
-use crate::host;
+use crate::block::Block;
 
 /// A parameter of any number of dimensions.
 macro_rules! ranked {
@@ -45,15 +44,15 @@ impl Ranked {
         each_rank!(self, param => gradients.register(param.id, param.into_value().inner()));
     }
 
-    /// The elements.
-    pub(crate) fn into_bytes(self) -> Bytes {
-        each_rank!(self, param => host::into_bytes(param.into_value()))
+    /// The elements, in the memory where they are.
+    pub(crate) fn into_block(self) -> Block {
+        each_rank!(self, param => Block::of(param.into_value()))
     }
 }
 
-/// A tensor of a number of dimensions that is known only when the program runs.
+/// A tensor of a number of dimensions that is known only when the program runs. It is stepped in the memory of its block.
 pub(crate) struct BlockTensor<'a> {
-    pub(crate) bytes: Bytes,
+    pub(crate) block: Block,
     pub(crate) shape: &'a [usize],
     pub(crate) dtype: Dtype,
     /// Multiplies every element.
@@ -64,7 +63,7 @@ pub(crate) struct BlockTensor<'a> {
 
 impl BlockTensor<'_> {
     fn tensor<const D: usize>(self) -> Tensor<D> {
-        let tensor = host::tensor(self.bytes, self.shape, self.dtype, &Device::flex());
+        let tensor = self.block.tensor(self.shape, self.dtype, &Device::flex());
         // Multiplying by 1 changes nothing but the time it takes.
         let tensor = if self.factor == 1.0 { tensor } else { tensor.mul_scalar(self.factor) };
         let tensor = match self.clip_value {
@@ -78,7 +77,7 @@ impl BlockTensor<'_> {
 
 /// One block with the name the optimizer knows it by.
 #[derive(Clone, Debug)]
-pub(crate) struct Block {
+pub(crate) struct NamedBlock {
     pub(crate) path: Vec<String>,
     pub(crate) param: Ranked,
 }
@@ -86,11 +85,11 @@ pub(crate) struct Block {
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardModule {
-    pub(crate) blocks: Vec<Block>,
+    pub(crate) blocks: Vec<NamedBlock>,
 }
 
 impl ShardModule {
-    fn map_params(self, map: impl FnMut(Block) -> Block) -> Self {
+    fn map_params(self, map: impl FnMut(NamedBlock) -> NamedBlock) -> Self {
         Self { blocks: self.blocks.into_iter().map(map).collect() }
     }
 }
@@ -101,19 +100,19 @@ impl Module for ShardModule {
     }
 
     fn fork(self, device: &Device) -> Self {
-        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.fork(device)), ..block })
+        self.map_params(|block| NamedBlock { param: each_rank!(block.param, p -> p.fork(device)), ..block })
     }
 
     fn to_device(self, device: &Device) -> Self {
-        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.to_device(device)), ..block })
+        self.map_params(|block| NamedBlock { param: each_rank!(block.param, p -> p.to_device(device)), ..block })
     }
 
     fn train(self) -> Self {
-        self.map_params(|block| Block { param: each_rank!(block.param, p -> p.train()), ..block })
+        self.map_params(|block| NamedBlock { param: each_rank!(block.param, p -> p.train()), ..block })
     }
 
     fn valid(&self) -> Self {
-        self.clone().map_params(|block| Block { param: each_rank!(&block.param, p -> p.valid()), ..block })
+        self.clone().map_params(|block| NamedBlock { param: each_rank!(&block.param, p -> p.valid()), ..block })
     }
 
     fn materialize(self) -> Self {
@@ -133,7 +132,7 @@ impl Module for ShardModule {
             block.path.iter().for_each(|name| mapper.enter_module(name, "Struct:Shard"));
             let param = each_rank!(block.param, p -> Module::map(p, mapper));
             block.path.iter().rev().for_each(|name| mapper.exit_module(name, "Struct:Shard"));
-            Block { path: block.path, param }
+            NamedBlock { path: block.path, param }
         })
     }
 }

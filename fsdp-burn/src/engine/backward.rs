@@ -7,7 +7,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use bytes::Bytes;
-use fsdp_core::{Accumulate, OpTag, Phase, SpanKind, UnitIndex};
+use fsdp_core::{Accumulate, Dtype, OpTag, Phase, Reduce, ReducePart, ShardLayout, SpanKind, UnitIndex};
 
 use super::{Engine, EngineFailed, State, Whole};
 use crate::scaled_loss::with_scale_due;
@@ -96,6 +96,7 @@ impl Engine {
             ));
         }
         if !state.void {
+            state.has_gradient[param] = true;
             // Multiplying by 1 changes nothing but the time it takes.
             let gradient = match state.weight {
                 1.0 => gradient,
@@ -119,6 +120,29 @@ impl Engine {
             self.rests(&mut state);
         }
         self.run(&mut state, actions)
+    }
+
+    /// Lets all ranks know which parameters have a gradient on any of them, where gradients are on devices: looking at one there
+    /// would mean to wait for it. *Collective.*
+    pub(crate) fn agree_on_gradients(&self) -> Result<(), Error> {
+        let control = self.links.control.as_ref();
+        if !self.home().is_device() || control.world_size() == 1 {
+            return Ok(());
+        }
+        let mut state = self.lock();
+        let flag = |&has_gradient: &bool| f32::from(u8::from(has_gradient)).to_ne_bytes();
+        let part = ReducePart {
+            full: state.has_gradient.iter().flat_map(flag).collect(),
+            layout: ShardLayout::new(&[state.has_gradient.len()], 0, control.world_size()),
+            dtype: Dtype::F32,
+        };
+        let tag = OpTag::new(state.step, Phase::Optimizer, "which parameters have a gradient");
+        let sums = control.all_reduce(&tag, &[part], Reduce::SUM)?;
+        let sums = sums.iter().flat_map(|bytes| bytes.as_chunks::<4>().0).map(|bytes| f32::from_ne_bytes(*bytes));
+        for (has_gradient, sum) in state.has_gradient.iter_mut().zip(sums) {
+            *has_gradient = sum > 0.0;
+        }
+        Ok(())
     }
 
     /// What the weight of the next loss, of so many items on all ranks, is divided by. A loss whose items are not told counts

@@ -15,7 +15,8 @@ use super::missing::{missing_gradient, present_gradient};
 use super::tiers::Reduced;
 use super::{Engine, Gathered, State, Whole};
 use crate::Error;
-use crate::host::{self, cut};
+use crate::block::Block;
+use crate::host;
 
 impl Engine {
     pub(super) fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
@@ -25,7 +26,7 @@ impl Engine {
                 Action::Gather(unit) if self.links.devices.is_some() => self.start_exchange(state, unit)?,
                 Action::Gather(unit) => {
                     let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
-                    let part = |param| Ok(self.rounded_part(param, &self.take_stored(state, param)?));
+                    let part = |param| self.rounded_part(param, self.take_stored(state, param)?);
                     let parts = params.into_iter().map(part).collect::<Result<Vec<_>, Error>>()?;
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
                     let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
@@ -39,7 +40,7 @@ impl Engine {
                             Gathered::Yes(self.wait(state, SpanKind::Gather, unit, pending)?)
                         }
                         #[cfg(any(feature = "cuda", feature = "cpu"))]
-                        Gathered::Exchanging(ticket) => self.finish_exchange(state, unit, ticket)?,
+                        Gathered::Exchanging { ticket, again } => self.finish_exchange(state, unit, ticket, again)?,
                         gathered => gathered,
                     };
                     state.units[unit].gathered = gathered;
@@ -48,42 +49,47 @@ impl Engine {
                     match std::mem::take(&mut state.units[unit].gathered) {
                         Gathered::No => continue,
                         Gathered::Resharded(blocks) => {
-                            state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>();
+                            state.held.resharded -= blocks.iter().map(Block::size_bytes).sum::<usize>();
                             continue;
                         }
                         Gathered::UnderWay(_) | Gathered::Yes(_) => {}
                         #[cfg(any(feature = "cuda", feature = "cpu"))]
                         Gathered::OnDevice(_) => {}
                         #[cfg(any(feature = "cuda", feature = "cpu"))]
-                        Gathered::Exchanging(ticket) => drop(self.finish_exchange(state, unit, ticket)?),
+                        Gathered::Exchanging { ticket, again } => {
+                            drop(self.finish_exchange(state, unit, ticket, again)?);
+                        }
                     }
                     state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
                 }
                 Action::Reshard(unit) => self.reshard(state, unit),
-                Action::Regather(unit) => self.regather(state, unit),
+                Action::Regather(unit) => self.regather(state, unit)?,
                 #[cfg(any(feature = "cuda", feature = "cpu"))]
                 Action::Reduce(unit) if self.links.devices.is_some() => self.start_reduce_on_devices(state, unit)?,
                 Action::Reduce(unit) => self.start_reduce(state, unit),
                 Action::WaitReduce(unit) => self.finish_reduce(state, unit)?,
+                #[cfg(any(feature = "cuda", feature = "cpu"))]
+                Action::Publish(unit) if self.links.devices.is_some() => self.start_publish_on_devices(state, unit)?,
                 Action::Publish(unit) => {
-                    let parts: Vec<_> = self
-                        .split_trainable(unit)
-                        .map(|(param, spec)| {
-                            let block = self.to_publish(param, spec, state);
-                            self.gather_part(param, block, self.dtypes.compute[param])
-                        })
-                        .collect();
+                    let part = |(param, spec): (usize, &PlannedParam)| {
+                        let block = self.home().to_host(self.to_publish(param, spec, state))?;
+                        Ok(self.gather_part(param, block, self.dtypes.compute[param]))
+                    };
+                    let parts = self.split_trainable(unit).map(part).collect::<Result<Vec<_>, Error>>()?;
                     if !parts.is_empty() {
                         let tag = self.tag(state, Phase::Optimizer, unit);
                         state.units[unit].publishing = Some(self.links.gather.all_gather(tag, parts));
                     }
                 }
                 Action::WaitPublish(unit) => {
+                    #[cfg(any(feature = "cuda", feature = "cpu"))]
+                    self.finish_publish_on_devices(state, unit)?;
                     if let Some(pending) = state.units[unit].publishing.take() {
                         let full = self.wait(state, SpanKind::Publish, unit, pending)?;
                         let params: Vec<_> = self.split_trainable(unit).map(|(param, _)| param).collect();
                         for (param, full) in params.into_iter().zip(full) {
-                            state.store(param, full);
+                            let (shape, dtype) = (self.stored_shape(param), self.dtypes.compute[param]);
+                            state.store(param, self.home().to_device(Block::Host(full), &shape, dtype));
                         }
                     }
                 }
@@ -100,58 +106,68 @@ impl Engine {
 
     /// Keeps this rank's blocks of the smaller group, as copies, so that the gathered unit can go.
     fn reshard(&self, state: &mut State, unit: UnitIndex) {
-        let (Some(group), Gathered::Yes(full)) =
-            (&self.links.regather, std::mem::take(&mut state.units[unit].gathered))
-        else {
-            unreachable!("the schedule reshards what is gathered, where there is a smaller group")
+        let blocks: Vec<Block> = match (&self.links.regather, std::mem::take(&mut state.units[unit].gathered)) {
+            (Some(group), Gathered::Yes(full)) => {
+                let block = |((param, _), full): ((usize, &PlannedParam), Bytes)| {
+                    let (layout, index) = self.regather_layout(param, group.as_ref());
+                    let block = host::cut(&full, &layout, index, self.dtypes.compute[param].size_bytes());
+                    Block::Host(Bytes::copy_from_slice(&block))
+                };
+                self.cut_params(unit).zip(full).map(block).collect()
+            }
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            (Some(_), Gathered::OnDevice(full)) => self.reshard_on_device(unit, full),
+            _ => unreachable!("the schedule reshards what is gathered, where there is a smaller group"),
         };
-        let block = |((param, _), full): ((usize, &PlannedParam), Bytes)| {
-            let (layout, index) = self.regather_layout(param, group.as_ref());
-            Bytes::copy_from_slice(&cut(&full, &layout, index, self.dtypes.compute[param].size_bytes()))
-        };
-        let blocks: Vec<Bytes> = self.cut_params(unit).zip(full).map(block).collect();
         state.held.gathered -= self.plan.gathered_bytes(unit, &self.dtypes.compute);
-        state.held.resharded += blocks.iter().map(Bytes::len).sum::<usize>();
+        state.held.resharded += blocks.iter().map(Block::size_bytes).sum::<usize>();
         state.units[unit].gathered = Gathered::Resharded(blocks);
         state.note();
     }
 
-    /// Gathers them again, on the thread of the other gathers and in their order.
-    fn regather(&self, state: &mut State, unit: UnitIndex) {
+    /// Gathers them again; in host memory on the thread of the other gathers and in their order.
+    fn regather(&self, state: &mut State, unit: UnitIndex) -> Result<(), Error> {
         let (Some(group), Gathered::Resharded(blocks)) =
             (&self.links.regather, std::mem::take(&mut state.units[unit].gathered))
         else {
             unreachable!("the schedule gathers again what was resharded")
         };
-        state.held.resharded -= blocks.iter().map(Bytes::len).sum::<usize>();
-        let part = |((param, _), shard): ((usize, &PlannedParam), Bytes)| {
+        state.held.resharded -= blocks.iter().map(Block::size_bytes).sum::<usize>();
+        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        if self.links.devices.is_some() {
+            return self.start_exchange_again(state, unit, blocks);
+        }
+        let part = |((param, _), block): ((usize, &PlannedParam), Block)| {
             let (layout, _) = self.regather_layout(param, group.as_ref());
-            GatherPart { shard, layout, elem_bytes: self.dtypes.compute[param].size_bytes() }
+            let shard = self.home().to_host(block)?;
+            Ok(GatherPart { shard, layout, elem_bytes: self.dtypes.compute[param].size_bytes() })
         };
-        let parts: Vec<GatherPart> = self.cut_params(unit).zip(blocks).map(part).collect();
+        let parts = self.cut_params(unit).zip(blocks).map(part).collect::<Result<Vec<_>, Error>>()?;
         let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
         let (tag, group) = (self.tag(state, phase, unit), group.clone());
         let pending = self.links.gather.submit(move |_| group.all_gather(&tag, &parts));
         state.units[unit].gathered = Gathered::UnderWay(pending);
         state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes.compute);
         state.note();
+        Ok(())
     }
 
     /// The part of this rank in a gather of what the model computes with, from its block.
-    fn rounded_part(&self, param: usize, block: &Bytes) -> GatherPart {
+    fn rounded_part(&self, param: usize, block: Block) -> Result<GatherPart, Error> {
         let compute = self.dtypes.compute[param];
-        self.gather_part(param, host::cast(block, self.dtypes.master[param], compute), compute)
+        let rounded = self.home().to_host(block.cast(self.dtypes.master[param], compute))?;
+        Ok(self.gather_part(param, rounded, compute))
     }
 
     /// This rank's block. A parameter without gradient was not stepped, so it is still stored in whole.
-    fn to_publish(&self, param: usize, spec: &PlannedParam, state: &State) -> Bytes {
+    pub(super) fn to_publish(&self, param: usize, spec: &PlannedParam, state: &State) -> Block {
         let stored = &state.stored[param];
         if let Some(master) = &state.masters[param] {
-            return host::cast(master, self.dtypes.master[param], self.dtypes.compute[param]);
+            return master.clone().cast(self.dtypes.master[param], self.dtypes.compute[param]);
         }
-        let elem_bytes = self.dtypes.master[param].size_bytes();
-        if stored.len() == spec.layout.full_len() * elem_bytes {
-            cut(stored, &spec.layout, self.shard_index, elem_bytes)
+        let dtype = self.dtypes.master[param];
+        if stored.size_bytes() == spec.layout.full_len() * dtype.size_bytes() {
+            stored.cut(&spec.layout, self.shard_index, dtype)
         } else {
             stored.clone()
         }
@@ -206,12 +222,14 @@ impl Engine {
                 true => sum_over_replicas(self.dtypes.reduce[param]),
                 false => self.dtypes.reduce[param],
             };
-            let new = host::cast(&new, sent, self.dtypes.master[param]);
+            let (master, shape, place) =
+                (self.dtypes.master[param], self.block_shape(param), self.offload.gradient_place(param));
+            let new = self.home().put(new.cast(sent, master), place, &shape, master)?;
             let sum = match self.take_reduced_of(state, param)? {
-                Some(old) => self.add(param, old, new),
+                Some(old) => old.plus(new, master),
                 None => new,
             };
-            state.held.reduced += sum.len();
+            state.held.reduced += sum.size_bytes();
             state.reduced[param] = Some(Reduced::Here(sum));
         }
         state.note();
@@ -219,22 +237,14 @@ impl Engine {
     }
 
     /// What a reduction that is under way comes to, if one is: blocks of the split parameters, then the whole ones.
-    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Bytes>>, Error> {
+    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Block>>, Error> {
         #[cfg(any(feature = "cuda", feature = "cpu"))]
         if let Some(tickets) = state.units[unit].exchanging.take() {
             return self.finish_reduce_on_devices(state, unit, tickets).map(Some);
         }
         let Some(pending) = state.units[unit].reducing.take() else { return Ok(None) };
-        self.wait(state, SpanKind::Reduce, unit, pending).map(Some)
-    }
-
-    fn add(&self, param: usize, a: Bytes, b: Bytes) -> Bytes {
-        let dtype = self.dtypes.master[param];
-        let flat = |bytes: Bytes| {
-            let len = bytes.len() / dtype.size_bytes();
-            host::flex_tensor(bytes, &[len], dtype)
-        };
-        host::bytes_of(&Flex::float_add(flat(a), flat(b)))
+        let sums = self.wait(state, SpanKind::Reduce, unit, pending)?;
+        Ok(Some(sums.into_iter().map(Block::Host).collect()))
     }
 }
 
@@ -320,6 +330,6 @@ impl ReduceJob {
 }
 
 /// The element type of a sum over replicas, of what was added up over shards in `dtype`.
-fn sum_over_replicas(dtype: Dtype) -> Dtype {
+pub(super) fn sum_over_replicas(dtype: Dtype) -> Dtype {
     if dtype.size_bytes() < 4 { Dtype::F32 } else { dtype }
 }

@@ -13,6 +13,7 @@ mod observe;
 #[cfg(any(feature = "cuda", feature = "cpu"))]
 mod on_device;
 mod settings;
+mod stored;
 mod sum;
 mod tiers;
 mod whole;
@@ -37,8 +38,9 @@ pub(crate) use whole::Coming;
 pub(crate) use whole::Whole;
 
 use crate::Error;
+use crate::block::{Block, Home};
 use crate::gather_op::{Ladder, Use};
-use crate::host::{self, Identity, cut};
+use crate::host::{self, Identity};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::{Dtypes, Summary};
@@ -82,16 +84,19 @@ pub(crate) struct Engine {
 struct State {
     schedule: Schedule,
     /// By parameter: this rank's block, or the whole parameter where that is resident. Empty while it lies in a tier.
-    stored: Vec<Bytes>,
+    stored: Vec<Block>,
     /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
     /// with].
-    masters: Vec<Option<Bytes>>,
-    /// By parameter: the tensor that the model stores, where that is not the memory of what is stored here.
+    masters: Vec<Option<Block>>,
+    /// By parameter: what a device calls the tensor that the model stores.
     lent: Vec<Option<Identity>>,
     /// By parameter: the whole gradient of this rank, not reduced yet.
     local: Vec<Option<Whole>>,
     /// By parameter: the reduced gradient, a block or whole like the optimizer's view of the parameter, of its type.
     reduced: Vec<Option<Reduced>>,
+    /// By parameter: whether this rank has had a gradient since the last step, and from [`Engine::agree_on_gradients`] on,
+    /// whether any rank has.
+    has_gradient: Vec<bool>,
     units: Vec<UnitBuffers>,
     tiers: Tiers,
     /// Units that forward has entered since the last backward. See [Note: Order of backward steps].
@@ -128,6 +133,8 @@ struct UnitBuffers {
     exchanging: Option<[Option<crate::peers::Ticket>; 2]>,
     reducing_bytes: usize,
     publishing: Option<Pending<Vec<Bytes>>>,
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    publishing_on_devices: Option<crate::peers::Ticket>,
 }
 
 #[derive(Default)]
@@ -138,10 +145,14 @@ enum Gathered {
     /// By position in the unit's cut parameters.
     Yes(Vec<Bytes>),
     /// This rank's blocks of a smaller group, in the same order and in the type that is computed in.
-    Resharded(Vec<Bytes>),
+    Resharded(Vec<Block>),
     /// As [`Gathered::UnderWay`] and [`Gathered::Yes`], from device to device.
     #[cfg(any(feature = "cuda", feature = "cpu"))]
-    Exchanging(crate::peers::Ticket),
+    Exchanging {
+        ticket: crate::peers::Ticket,
+        /// Among the smaller group.
+        again: bool,
+    },
     #[cfg(any(feature = "cuda", feature = "cpu"))]
     OnDevice(Vec<crate::peers::CubeFloat>),
 }
@@ -157,20 +168,10 @@ pub(crate) enum Lent {
 pub(crate) struct EngineFailed(pub(crate) Error);
 
 impl State {
-    fn store(&mut self, param: usize, bytes: Bytes) {
-        self.held.stored = self.held.stored - self.stored[param].len() + bytes.len();
-        self.stored[param] = bytes;
-    }
-
-    fn keep_master(&mut self, param: usize, bytes: Bytes) {
-        let old = self.masters[param].replace(bytes);
-        let new_bytes = self.masters[param].as_ref().map_or(0, Bytes::len);
-        self.held.stored = self.held.stored - old.map_or(0, |old| old.len()) + new_bytes;
-    }
-
     fn discard_gradients(&mut self) {
         self.reduced.iter_mut().for_each(|gradient| *gradient = None);
         self.local.iter_mut().for_each(|gradient| *gradient = None);
+        self.has_gradient.fill(false);
         (self.held.reduced, self.held.local) = (0, 0);
         self.tiers.forget_gradients();
     }
@@ -199,11 +200,12 @@ impl Engine {
         let num_params = plan.params().len();
         let state = State {
             schedule,
-            stored: vec![Bytes::new(); num_params],
+            stored: vec![Block::nothing(); num_params],
             masters: vec![None; num_params],
             lent: vec![None; num_params],
             local: (0..num_params).map(|_| None).collect(),
             reduced: (0..num_params).map(|_| None).collect(),
+            has_gradient: vec![false; num_params],
             units: plan.units().iter().map(|_| UnitBuffers::default()).collect(),
             tiers: Tiers::new(num_params, plan.units().len()),
             entered: 0,
@@ -246,11 +248,6 @@ impl Engine {
         self.dtypes.master[param]
     }
 
-    /// Element type of what is stored of a parameter.
-    pub(crate) fn stored_dtype(&self, param: usize) -> Dtype {
-        if self.has_master(param) { self.dtypes.compute[param] } else { self.dtypes.master[param] }
-    }
-
     /// Element type that the parameter is computed in.
     pub(crate) fn compute_dtype(&self, param: usize) -> Dtype {
         self.dtypes.compute[param]
@@ -287,58 +284,23 @@ impl Engine {
     }
 
     pub(crate) fn stats(&self) -> EngineStats {
-        self.lock().stats
+        let [copied_to_host_bytes, copied_to_device_bytes] = self.home().copied();
+        EngineStats { copied_to_host_bytes, copied_to_device_bytes, ..self.lock().stats }
     }
 
     pub(crate) fn reset_stats(&self) {
+        self.home().forget_copied();
         self.lock().stats = EngineStats::default();
+    }
+
+    /// The memories of this rank. See [Note: Blocks beside a device].
+    pub(crate) fn home(&self) -> &Home {
+        self.offload.home()
     }
 
     /// What is offloaded, and to where.
     pub(crate) fn offload(&self) -> &Offload {
         &self.offload
-    }
-
-    /// What is stored of a parameter in memory.
-    pub(crate) fn stored(&self, param: usize) -> Bytes {
-        self.lock().stored[param].clone()
-    }
-
-    /// Takes a value of the parameter: whole where it is resident, else this rank's block, in the optimizer's type.
-    pub(crate) fn set_value(&self, param: usize, value: Bytes) {
-        let mut state = self.lock();
-        if !self.has_master(param) {
-            return state.store(param, value);
-        }
-        let spec = &self.plan.params()[param];
-        let (master, compute) = (self.dtypes.master[param], self.dtypes.compute[param]);
-        state.store(param, host::cast(&value, master, compute));
-        let block = match spec.is_split() {
-            // A copy, so that the whole value can go.
-            true => Bytes::from(cut(&value, &spec.layout, self.shard_index, master.size_bytes()).to_vec()),
-            false => value,
-        };
-        state.keep_master(param, block);
-    }
-
-    /// Takes the optimizer's new view of a parameter. At stages 1 and 2 others have to be told before it can be used.
-    pub(crate) fn set_stepped(&self, param: usize, block: Bytes) {
-        let mut state = self.lock();
-        if !self.has_master(param) {
-            return state.store(param, block);
-        }
-        let stored = match self.plan.params()[param].is_split() {
-            // The whole one is on its way.
-            true => Bytes::new(),
-            false => host::cast(&block, self.dtypes.master[param], self.dtypes.compute[param]),
-        };
-        state.store(param, stored);
-        state.keep_master(param, block);
-    }
-
-    /// Whether the optimizer steps something else than what is stored. See [Note: Masters and what is computed with].
-    fn has_master(&self, param: usize) -> bool {
-        self.plan.is_resident(&self.plan.params()[param]) && self.dtypes.compute[param] != self.dtypes.master[param]
     }
 
     /// Forgets a forward that will have no backward, and lets go of what it has gathered.
@@ -445,6 +407,7 @@ impl Engine {
         let mut state = self.lock();
         state.step += 1;
         (state.backwards, state.items) = (0, None);
+        state.has_gradient.fill(false);
     }
 
     /// Shape of the optimizer's view of a parameter.
@@ -504,8 +467,7 @@ impl Engine {
 
     /// The model must still store what the engine gathers: a replaced tensor would be silently ignored.
     fn check_given(&self, state: &State, param: usize, given: Option<Identity>) -> Result<(), Error> {
-        let stored = &state.stored[param];
-        let expected = state.lent[param].or((!stored.is_empty()).then(|| Identity::of_memory(stored)));
+        let expected = state.lent[param].or_else(|| state.stored[param].identity());
         if expected.is_none() || given.is_none() || given == expected {
             return Ok(());
         }

@@ -29,6 +29,10 @@ pub struct EngineStats {
     pub peak_resharded_bytes: usize,
     /// Largest size of gradients held at once, in bytes, before and after reduction.
     pub peak_gradient_bytes: usize,
+    /// Bytes of parameters and gradients that were copied from the rank's device to host memory; 0 on processors.
+    pub copied_to_host_bytes: u64,
+    /// The same from host memory to the device.
+    pub copied_to_device_bytes: u64,
 }
 
 impl EngineStats {
@@ -93,7 +97,11 @@ impl Engine {
     pub(super) fn stood_still(&self, state: &mut State, kind: SpanKind, unit: UnitIndex, begun: Instant) {
         let now = Instant::now();
         let stats = &mut state.stats;
-        let waited = if kind == SpanKind::Gather { &mut stats.gather_wait } else { &mut stats.reduce_wait };
+        let waited = match kind {
+            SpanKind::Gather => &mut stats.gather_wait,
+            SpanKind::Reduce => &mut stats.reduce_wait,
+            _ => &mut stats.publish_wait,
+        };
         *waited += now - begun;
         stats.communication += now - begun;
         self.record(state, SpanKind::Wait, unit, (begun, now), |_| ());

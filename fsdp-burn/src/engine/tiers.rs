@@ -16,11 +16,12 @@ use fsdp_core::{OpTag, Phase, Slot, SpanKind, Tier, TierError, Transfer, UnitInd
 use super::missing::is_missing;
 use super::{Engine, State};
 use crate::Error;
-use crate::host::cut;
+use crate::block::Block;
 
 /// A reduced gradient that waits for the step.
 pub(super) enum Reduced {
-    Here(Bytes),
+    /// In memory: the host's or the device's.
+    Here(Block),
     Away {
         /// No rank had one, which is known without reading it.
         is_missing: bool,
@@ -63,7 +64,7 @@ impl Tiers {
 
 impl Engine {
     /// What is stored of a parameter, wherever it lies.
-    pub(super) fn take_stored(&self, state: &mut State, param: usize) -> Result<Bytes, Error> {
+    pub(super) fn take_stored(&self, state: &mut State, param: usize) -> Result<Block, Error> {
         let stored = &state.stored[param];
         let (true, true, Some(slot)) =
             (stored.is_empty(), self.offload.has_parameter(param), state.tiers.block_slots[param])
@@ -75,11 +76,11 @@ impl Engine {
             None => self.tier()?.read(slot),
         };
         let unit = self.plan.params()[param].unit;
-        self.wait_tier(state, SpanKind::Read, unit, slot.len_bytes() as u64, transfer)
+        self.wait_tier(state, SpanKind::Read, unit, slot.len_bytes() as u64, transfer).map(Block::Host)
     }
 
     /// The parameter as the optimizer sees it: this rank's block of a cut one, whole otherwise.
-    pub(crate) fn block(&self, param: usize) -> Result<Bytes, Error> {
+    pub(crate) fn block(&self, param: usize) -> Result<Block, Error> {
         let spec = &self.plan.params()[param];
         let mut state = self.lock();
         if let Some(master) = &state.masters[param] {
@@ -87,7 +88,7 @@ impl Engine {
         }
         let stored = self.take_stored(&mut state, param)?;
         if spec.is_split() && self.plan.is_resident(spec) {
-            Ok(cut(&stored, &spec.layout, self.shard_index, self.dtypes.master[param].size_bytes()))
+            Ok(stored.cut(&spec.layout, self.shard_index, self.dtypes.master[param]))
         } else {
             Ok(stored)
         }
@@ -98,10 +99,11 @@ impl Engine {
     pub(crate) fn gather_one(&self, param: usize) -> Result<Bytes, Error> {
         let spec = &self.plan.params()[param];
         if !spec.is_split() || (self.plan.is_resident(spec) && !self.has_master(param)) {
-            return if self.has_master(param) { self.block(param) } else { Ok(self.stored(param)) };
+            let whole = if self.has_master(param) { self.block(param)? } else { self.stored(param) };
+            return self.home().to_host(whole);
         }
         let tag = OpTag::new(self.progress().0, Phase::Checkpoint, spec.path.as_str());
-        let part = self.gather_part(param, self.block(param)?, self.dtypes.master[param]);
+        let part = self.gather_part(param, self.home().to_host(self.block(param)?)?, self.dtypes.master[param]);
         let mut full = self.links.control_shard.all_gather(&tag, &[part])?;
         full.pop().ok_or_else(|| self.misuse("a gather of one part returned none", "report this as a bug"))
     }
@@ -115,7 +117,7 @@ impl Engine {
         }
         let mut state = self.lock();
         let state = &mut *state;
-        state.store(param, Bytes::new());
+        state.store(param, Block::nothing());
         state.tiers.reading_blocks[param] = None;
         let tier = self.tier()?;
         let slot = reserved(&mut state.tiers.block_slots[param], tier, bytes.len())?;
@@ -161,7 +163,7 @@ impl Engine {
             }
             // A read from before the step is out of date.
             state.tiers.reading_blocks[param] = None;
-            let bytes = state.stored[param].clone();
+            let bytes = self.home().to_host(state.stored[param].clone())?;
             if bytes.is_empty() {
                 continue;
             }
@@ -169,7 +171,7 @@ impl Engine {
             let slot = reserved(&mut state.tiers.block_slots[param], tier, bytes.len())?;
             let len_bytes = bytes.len() as u64;
             state.tiers.writing[unit].push((tier.write(slot, bytes), len_bytes));
-            state.store(param, Bytes::new());
+            state.store(param, Block::nothing());
         }
         Ok(())
     }
@@ -190,16 +192,17 @@ impl Engine {
             if !self.offload.has_gradient(param) {
                 continue;
             }
-            let bytes = match state.reduced[param].take() {
-                Some(Reduced::Here(bytes)) => bytes,
+            let gradient = match state.reduced[param].take() {
+                Some(Reduced::Here(gradient)) => gradient,
                 other => {
                     state.reduced[param] = other;
                     continue;
                 }
             };
+            state.held.reduced -= gradient.size_bytes();
+            let bytes = self.home().to_host(gradient)?;
             let tier = self.tier()?;
             let slot = reserved(&mut state.tiers.gradient_slots[param], tier, bytes.len())?;
-            state.held.reduced -= bytes.len();
             state.tiers.reading_gradients[param] = None;
             let is_missing = is_missing(&bytes, self.dtypes.master[param]);
             state.reduced[param] = Some(Reduced::Away { is_missing });
@@ -210,18 +213,18 @@ impl Engine {
     }
 
     /// Takes the reduced gradient of a parameter, wherever it lies.
-    pub(super) fn take_reduced_of(&self, state: &mut State, param: usize) -> Result<Option<Bytes>, Error> {
+    pub(super) fn take_reduced_of(&self, state: &mut State, param: usize) -> Result<Option<Block>, Error> {
         match state.reduced[param].take() {
             None => Ok(None),
-            Some(Reduced::Here(bytes)) => {
-                state.held.reduced -= bytes.len();
-                Ok(Some(bytes))
+            Some(Reduced::Here(gradient)) => {
+                state.held.reduced -= gradient.size_bytes();
+                Ok(Some(gradient))
             }
             Some(Reduced::Away { .. }) => self.read_gradient(state, param).map(Some),
         }
     }
 
-    fn read_gradient(&self, state: &mut State, param: usize) -> Result<Bytes, Error> {
+    fn read_gradient(&self, state: &mut State, param: usize) -> Result<Block, Error> {
         let Some(slot) = state.tiers.gradient_slots[param] else {
             unreachable!("a gradient that is away has been written")
         };
@@ -230,21 +233,25 @@ impl Engine {
             None => self.tier()?.read(slot),
         };
         let unit = self.plan.params()[param].unit;
-        self.wait_tier(state, SpanKind::Read, unit, slot.len_bytes() as u64, transfer)
+        self.wait_tier(state, SpanKind::Read, unit, slot.len_bytes() as u64, transfer).map(Block::Host)
     }
 
     /// Takes the reduced gradient of a parameter. `None`: no rank had one.
-    pub(crate) fn take_reduced(&self, param: usize) -> Result<Option<Bytes>, Error> {
+    pub(crate) fn take_reduced(&self, param: usize) -> Result<Option<Block>, Error> {
         let mut state = self.lock();
         if let Some(Reduced::Away { is_missing: true }) = state.reduced[param] {
             (state.reduced[param], state.tiers.reading_gradients[param]) = (None, None);
         }
         let gradient = self.take_reduced_of(&mut state, param)?;
-        Ok(gradient.filter(|gradient| !is_missing(gradient, self.dtypes.master[param])))
+        Ok(gradient.filter(|gradient| match gradient {
+            Block::Host(bytes) => !is_missing(bytes, self.dtypes.master[param]),
+            #[cfg(any(feature = "cuda", feature = "cpu"))]
+            Block::Device(_) => state.has_gradient[param],
+        }))
     }
 
     /// Looks at the reduced gradient of every trainable parameter, in plan order. Those on the disk are read one ahead.
-    pub(crate) fn each_reduced(&self, mut look: impl FnMut(usize, &Bytes)) -> Result<(), Error> {
+    pub(crate) fn each_reduced(&self, mut look: impl FnMut(usize, &Block) -> Result<(), Error>) -> Result<(), Error> {
         let mut state = self.lock();
         let state = &mut *state;
         let params: Vec<usize> = (0..state.reduced.len()).filter(|&param| state.reduced[param].is_some()).collect();
@@ -253,8 +260,8 @@ impl Engine {
                 self.fetch_gradient(state, next);
             }
             match &state.reduced[param] {
-                Some(Reduced::Here(gradient)) => look(param, gradient),
-                Some(Reduced::Away { .. }) => look(param, &self.read_gradient(state, param)?),
+                Some(Reduced::Here(gradient)) => look(param, gradient)?,
+                Some(Reduced::Away { .. }) => look(param, &self.read_gradient(state, param)?)?,
                 None => {}
             }
         }

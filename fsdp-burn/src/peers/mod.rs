@@ -1,9 +1,9 @@
 //! Collectives over tensors that stay on devices, in place of those over host memory: `collectives = "device"`.
 //!
 //! [Note: Two places of a gather]
-//! Blocks and reduced gradients are in host memory, see [Note: Host memory beside a device]. Over host memory a gather makes
-//! the whole tensor there, and each rank copies all of it to its device; a reduction copies whole gradients back. Over devices
-//! each rank copies its own block, 1/N of that, and devices exchange the rest: GPUs by NCCL (`nccl`), ranks that share a device
+//! Over host memory a gather makes the whole tensor there, and each rank copies all of it to its device; a reduction copies
+//! whole gradients back, see [Note: Host memory beside a device]. Over devices nothing is copied but blocks that lie in host
+//! memory, see [Note: Blocks beside a device], and devices exchange the rest: GPUs by NCCL (`nccl`), ranks that share a device
 //! by reading each other's tensors (`shared`). Reductions of the second kind add in rank order, so they have the bits of host
 //! memory; NCCL adds in an order of its own, the same in every step.
 //!
@@ -24,8 +24,9 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{BackendTypes, Cube, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, Tensor};
 use burn_cubecl::tensor::CubeTensor;
-use fsdp_core::{CommError, Communicator, DeviceChoice, OpKind, OpTag, ShardLayout};
+use fsdp_core::{Axis, CommError, Communicator, DeviceChoice, OpKind, OpTag, ShardLayout, Traffic};
 
+use crate::links::Links;
 use crate::{Error, Rank};
 
 #[cfg(feature = "cuda")]
@@ -47,50 +48,90 @@ pub(crate) trait Peers: Send + Sync + Debug {
     fn finish(&self, ticket: Ticket) -> Result<Vec<CubeFloat>, CommError>;
 }
 
-/// Where a model's ranks exchange tensors of devices.
+/// Ranks that exchange tensors with each other.
+pub(crate) struct Group {
+    /// All ranks of the run: what they are called, and whether it has ended.
+    world: Arc<dyn Communicator>,
+    /// These alone, in the order of `ranks`.
+    own: Arc<dyn Communicator>,
+    ranks: Vec<usize>,
+}
+
+/// Where a model's ranks exchange tensors of devices: the groups of [`Links`], with an order of operations each.
 pub(crate) struct DeviceLinks {
+    /// All-gathers over the shard axis.
     pub(crate) gather: Box<dyn Peers>,
+    /// All-gathers of what stays cut over fewer ranks after forward.
+    pub(crate) regather: Option<Box<dyn Peers>>,
+    /// Reductions over the shard axis.
     pub(crate) reduce: Box<dyn Peers>,
+    /// Reductions over the replicate axis and over all ranks, where the shard axis is not all ranks.
+    pub(crate) beyond: Option<Beyond>,
     /// Of this rank.
     pub(crate) device: CubeDevice,
+    /// Of this rank, too: what devices send is counted here, since no communicator does.
+    pub(crate) traffic: Arc<Traffic>,
+}
+
+/// See [`DeviceLinks::beyond`].
+pub(crate) struct Beyond {
+    pub(crate) replicas: Box<dyn Peers>,
+    pub(crate) world: Box<dyn Peers>,
 }
 
 impl DeviceLinks {
-    /// Two orders of operations, for gathers and for reductions. All ranks make the call, with the same number of the model.
+    /// Connects the groups of `links`. All ranks make the call, with the same number of the model.
     ///
     /// # Errors
     /// If ranks cannot exchange tensors of their devices.
-    pub(crate) fn connect(rank: &Rank, model: usize, control: &Arc<dyn Communicator>) -> Result<Self, Error> {
+    pub(crate) fn connect(rank: &Rank, model: usize, links: &Links) -> Result<Self, Error> {
         let choice = rank.config().device;
         let refused = |problem: &str, remedy| Error::Device { device: choice, problem: problem.to_owned(), remedy };
         let probe = Tensor::<1>::empty([1], &rank.device().without_autodiff()).try_into_primitive::<Cube>();
         let Ok(probe) = probe else { unreachable!("`collectives = \"device\"` is refused for other backends") };
-        let device = probe.device();
+        let (device, traffic) = (probe.device(), rank.shared_traffic());
         if as_cube(probe).is_none() {
             return Err(refused(
                 "Burn's fusion delays operations, each rank in its own way, and devices exchange tensors in one order",
                 "build without fusion (`burn` with `default-features = false`), or set `collectives = \"host\"`",
             ));
         }
-        let names = ["gather", "reduce"].map(|name| format!("model {model}, {name}"));
-        if let Some(board) = rank.board() {
-            let [gather, reduce] = names.map(|name| -> Box<dyn Peers> { Box::new(board.join(&name, control.clone())) });
-            return Ok(Self { gather, reduce, device });
-        }
-        if choice == DeviceChoice::Cpu {
+        if rank.board().is_none() && choice == DeviceChoice::Cpu {
             return Err(refused(
                 "ranks that are processes have no memory of a device in common",
                 "set `collectives = \"host\"`, or let ranks be threads (`launcher = \"threads\"`)",
             ));
         }
-        #[cfg(feature = "cuda")]
-        {
-            let join = |name: &String| Nccl::connect(rank.config(), &device, name, control.clone());
-            let [gather, reduce] = [join(&names[0])?, join(&names[1])?];
-            Ok(Self { gather: Box::new(gather), reduce: Box::new(reduce), device })
-        }
-        #[cfg(not(feature = "cuda"))]
-        unreachable!("GPUs are refused by a program without the feature `cuda`")
+        let join = |what: &str, own: &Arc<dyn Communicator>, ranks: &[usize]| -> Result<Box<dyn Peers>, Error> {
+            let name = format!("model {model}, {what}, ranks {ranks:?}");
+            let group = Group { world: links.control.clone(), own: own.clone(), ranks: ranks.to_vec() };
+            match rank.board() {
+                Some(board) => Ok(Box::new(board.join(&name, group))),
+                #[cfg(feature = "cuda")]
+                None => Ok(Box::new(Nccl::connect(rank.config(), &device, &name, group)?)),
+                #[cfg(not(feature = "cuda"))]
+                None => unreachable!("GPUs are refused by a program without the feature `cuda`"),
+            }
+        };
+        let mesh = rank.config().resolved_mesh();
+        let (shards, replicas) = (mesh.group(Axis::Shard, rank.rank()), mesh.group(Axis::Replicate, rank.rank()));
+        let gather = join("gather", &links.control_shard, &shards)?;
+        let reduce = join("reduce", &links.control_shard, &shards)?;
+        let beyond = match &links.reduce_replicas {
+            None => None,
+            Some(own) => Some(Beyond {
+                replicas: join("reduce over replicas", own, &replicas)?,
+                world: join("reduce over all", &links.control, &(0..rank.world_size()).collect::<Vec<_>>())?,
+            }),
+        };
+        let regather = match &links.regather {
+            None => None,
+            Some(own) => {
+                let first = mesh.coordinate(Axis::Shard, rank.rank()) - own.rank();
+                Some(join("gather again", own, &shards[first..first + own.world_size()])?)
+            }
+        };
+        Ok(Self { gather, regather, reduce, beyond, device, traffic })
     }
 }
 
@@ -118,6 +159,18 @@ pub(crate) struct Ticket {
 /// A whole tensor, as the peers that reduce it want it.
 pub(crate) fn flat_whole(whole: CubeFloat, layout: &ShardLayout) -> CubeFloat {
     padded(rows_first(whole, layout.dim()), layout.padded_len() * layout.num_shards())
+}
+
+/// A block, as the peers that gather it want it.
+pub(crate) fn flat_block(block: CubeFloat, layout: &ShardLayout) -> CubeFloat {
+    padded(rows_first(block, layout.dim()), layout.padded_len())
+}
+
+/// The block of `rank` of a whole tensor. It has elements.
+pub(crate) fn cut(whole: CubeFloat, layout: &ShardLayout, rank: usize) -> CubeFloat {
+    let begin = rank * layout.padded_len();
+    let flat = part(rows_first(whole, layout.dim()), begin..begin + layout.shard_len(rank));
+    shaped(flat, &layout.shard_shape(rank), layout.dim())
 }
 
 /// The opposite of [`flat_whole`].
@@ -158,7 +211,7 @@ fn shaped(flat: CubeFloat, shape: &[usize], dim: usize) -> CubeFloat {
 }
 
 /// Some elements of a flat tensor, without a copy.
-fn part(flat: CubeFloat, range: std::ops::Range<usize>) -> CubeFloat {
+pub(crate) fn part(flat: CubeFloat, range: std::ops::Range<usize>) -> CubeFloat {
     if range == (0..flat.shape().num_elements()) {
         return flat;
     }

@@ -38,7 +38,7 @@ use cudarc::nccl::result as nccl;
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use fsdp_core::{AbortCause, CommError, Communicator, Config, DeviceChoice, Exchange, OpKind, OpTag, Phase};
 
-use super::{CubeDevice, CubeFloat, Peers, Ticket, as_cube, of_cube};
+use super::{CubeDevice, CubeFloat, Group, Peers, Ticket, as_cube, of_cube};
 use crate::Error;
 
 /// CubeCL's side of a GPU, which has no public name of its own.
@@ -65,6 +65,8 @@ struct Link {
     raw: Raw,
     name: String,
     world: Arc<dyn Communicator>,
+    /// Of the communicator.
+    num_ranks: usize,
     timeout: Duration,
     /// Operations are put on the stream of the kernels.
     is_inline: bool,
@@ -129,21 +131,16 @@ struct Transfer {
 }
 
 impl Nccl {
-    /// Connects the ranks of `world`, each of which calls this with the same name, and its own GPU.
+    /// Connects the ranks of `group`, each of which calls this with the same name, and its own GPU.
     ///
     /// # Errors
     /// If NCCL is missing or too old, or the ranks do not come together within the run's time limit.
-    pub(crate) fn connect(
-        config: &Config,
-        device: &CubeDevice,
-        name: &str,
-        world: Arc<dyn Communicator>,
-    ) -> Result<Self, Error> {
+    pub(crate) fn connect(config: &Config, device: &CubeDevice, name: &str, group: Group) -> Result<Self, Error> {
         let (choice, timeout) = (config.device, config.timeout());
         check_nccl(choice)?;
         let gpu = DeviceHandle::<Server>::new(device.client().service_id().device);
         let tag = OpTag::new(0, Phase::Init, format!("communicator of NCCL for {name}"));
-        let own = match world.rank() {
+        let id = match group.own.rank() {
             0 => {
                 let id =
                     nccl::get_uniqueid().map_err(|error| refused(choice, format!("NCCL has failed: {:?}", error.0)))?;
@@ -151,9 +148,10 @@ impl Nccl {
             }
             _ => None,
         };
-        let told = world.broadcast(&tag, 0, own)?;
-        let raw = within(timeout, &*world, {
-            let (gpu, rank, num_ranks, stream) = (gpu.clone(), world.rank(), world.world_size(), StreamId::current());
+        let told = group.own.broadcast(&tag, 0, id)?;
+        let num_ranks = group.ranks.len();
+        let raw = within(timeout, &*group.world, {
+            let (gpu, rank, stream) = (gpu.clone(), group.own.rank(), StreamId::current());
             move || gpu.submit_blocking(move |server| join(server, stream, &told, rank, num_ranks))
         });
         let raw = match raw {
@@ -169,7 +167,8 @@ impl Nccl {
         let link = Arc::new(Link {
             raw,
             name: name.to_owned(),
-            world,
+            world: group.world,
+            num_ranks,
             timeout,
             is_inline: config.collectives == Exchange::Inline,
             in_flight: Mutex::default(),
@@ -229,7 +228,7 @@ impl Nccl {
     fn transfer(&self, kind: OpKind, flat: CubeFloat, transfers: &mut Vec<Transfer>) -> CubeFloat {
         let Some(flat) = as_cube(flat) else { unreachable!("{}", Self::NO_FUSION) };
         let flat = into_contiguous(flat);
-        let (len, num_ranks) = (flat.shape().num_elements(), self.link.world.world_size());
+        let (len, num_ranks) = (flat.shape().num_elements(), self.link.num_ranks);
         let (result_len, count) = match kind {
             OpKind::AllGather => (len * num_ranks, len),
             OpKind::ReduceScatter => (len / num_ranks, len / num_ranks),

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Backend, Cube, TensorMetadata};
 use burn::tensor::{DType, FloatDType};
-use fsdp_core::{AbortCause, CommError, Communicator, Issued, OpKind, OpTag};
+use fsdp_core::{AbortCause, CommError, Issued, OpKind, OpTag};
 
-use super::{CubeFloat, Peers, Ticket, part};
+use super::{CubeFloat, Group, Peers, Ticket, part};
 
 /// How often a rank that waits looks whether the run has ended.
 const LOOK: Duration = Duration::from_millis(20);
@@ -20,7 +20,6 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(crate) struct Board {
     posts: Mutex<BTreeMap<Key, Post>>,
     changed: Condvar,
-    num_ranks: usize,
     timeout: Duration,
 }
 
@@ -42,33 +41,32 @@ struct Posted {
 }
 
 impl Board {
-    pub(crate) fn new(num_ranks: usize, timeout: Duration) -> Arc<Self> {
-        Arc::new(Self { posts: Mutex::default(), changed: Condvar::new(), num_ranks, timeout })
+    pub(crate) fn new(timeout: Duration) -> Arc<Self> {
+        Arc::new(Self { posts: Mutex::default(), changed: Condvar::new(), timeout })
     }
 
-    /// The end of one rank of the order `name`, which all ranks name alike.
-    pub(crate) fn join(self: &Arc<Self>, name: &str, world: Arc<dyn Communicator>) -> impl Peers + use<> {
-        Shared { board: self.clone(), name: name.into(), world, next: AtomicU64::new(0) }
+    /// The end of one rank of the order `name`, which all ranks of the group name alike, and no others.
+    pub(crate) fn join(self: &Arc<Self>, name: &str, group: Group) -> impl Peers + use<> {
+        Shared { board: self.clone(), name: name.into(), group, next: AtomicU64::new(0) }
     }
 }
 
 impl fmt::Debug for Board {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Board(of {} ranks)", self.num_ranks)
+        f.write_str("Board")
     }
 }
 
 struct Shared {
     board: Arc<Board>,
     name: Arc<str>,
-    /// Tells this rank's number, and of the end of the run.
-    world: Arc<dyn Communicator>,
+    group: Group,
     next: AtomicU64,
 }
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Shared({}, rank {})", self.name, self.world.rank())
+        write!(f, "Shared({}, rank {})", self.name, self.group.world.rank())
     }
 }
 
@@ -81,16 +79,16 @@ impl Peers for Shared {
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let mut posts = self.board.posts.lock().unwrap_or_else(PoisonError::into_inner);
-        let empty = || Post { tensors: vec![None; self.board.num_ranks], num_taken: 0 };
+        let empty = || Post { tensors: vec![None; self.group.ranks.len()], num_taken: 0 };
         let post = posts.entry((self.name.clone(), number)).or_insert_with(empty);
-        post.tensors[self.world.rank()] = Some(Arc::new(Posted { kind, tag, flats }));
+        post.tensors[self.group.own.rank()] = Some(Arc::new(Posted { kind, tag, flats }));
         self.board.changed.notify_all();
         Ok(Ticket { number })
     }
 
     fn finish(&self, ticket: Ticket) -> Result<Vec<CubeFloat>, CommError> {
         let posted = self.take(ticket.number)?;
-        let rank = self.world.rank();
+        let rank = self.group.own.rank();
         let own = &posted[rank];
         let of_part = |index: usize| {
             let flats = posted.iter().map(|posted| posted.flats[index].clone());
@@ -110,15 +108,15 @@ impl Peers for Shared {
 impl Shared {
     /// The device of this rank has failed, and the run with it.
     fn failed(&self, error: &str) -> CommError {
-        let rank = self.world.rank();
+        let rank = self.group.world.rank();
         let cause = AbortCause::RankFailed { rank, message: format!("the device has failed: {error}") };
-        self.world.abort(cause.clone());
+        self.group.world.abort(cause.clone());
         CommError::Aborted { rank, cause }
     }
 
     /// What all ranks have posted, once they have.
     fn take(&self, number: u64) -> Result<Vec<Arc<Posted>>, CommError> {
-        let (rank, key) = (self.world.rank(), (self.name.clone(), number));
+        let (rank, key) = (self.group.world.rank(), (self.name.clone(), number));
         let begun = Instant::now();
         let mut posts = self.board.posts.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -131,13 +129,13 @@ impl Shared {
                 drop(posts);
                 return self.check(posted);
             }
-            if let Some(cause) = self.world.aborted() {
+            if let Some(cause) = self.group.world.aborted() {
                 return Err(CommError::Aborted { rank, cause });
             }
             if begun.elapsed() > self.board.timeout {
-                let of_rank = |(rank, posted): (usize, &Option<Arc<Posted>>)| posted.is_none().then_some(rank);
-                let missing = post.tensors.iter().enumerate().filter_map(of_rank).collect();
-                let Some(own) = &post.tensors[rank] else { unreachable!("this rank has posted") };
+                let of_rank = |(&rank, posted): (&usize, &Option<Arc<Posted>>)| posted.is_none().then_some(rank);
+                let missing = self.group.ranks.iter().zip(&post.tensors).filter_map(of_rank).collect();
+                let Some(own) = &post.tensors[self.group.own.rank()] else { unreachable!("this rank has posted") };
                 let (kind, tag) = (own.kind, own.tag.clone());
                 return Err(CommError::Timeout { rank, kind, tag, waited: begun.elapsed(), missing });
             }
@@ -153,7 +151,7 @@ impl Shared {
             let detail = format!("shapes {:?}", shapes(posted));
             Box::new(Issued { rank, kind: posted.kind, tag: posted.tag.clone(), detail })
         };
-        for (rank, other) in posted.iter().enumerate().skip(1) {
+        for (&rank, other) in self.group.ranks.iter().zip(&posted).skip(1) {
             let first = &posted[0];
             let what = match () {
                 () if first.kind != other.kind => "kind",
@@ -161,7 +159,11 @@ impl Shared {
                 () if shapes(first) != shapes(other) => "sizes",
                 () => continue,
             };
-            return Err(CommError::Mismatch { what, first: issued(0, first), second: issued(rank, other) });
+            return Err(CommError::Mismatch {
+                what,
+                first: issued(self.group.ranks[0], first),
+                second: issued(rank, other),
+            });
         }
         Ok(posted)
     }

@@ -21,6 +21,8 @@ mod numbers;
 mod offload;
 #[cfg(feature = "cpu")]
 mod on_device;
+#[cfg(feature = "cpu")]
+mod on_device_state;
 mod optimizers;
 #[cfg(feature = "mpi")]
 mod over_hosts;

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::time::Instant;
 
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use fsdp_burn::{
-    Accumulate, Config, DeviceChoice, Dtype, Error, Exchange, LossScale, OffloadConfig, OpKind, Rank, Sharded,
-    ShardedModel, Stage, TierShares, TrainingConfig, launch,
+    Accumulate, Axis, Config, DeviceChoice, Dtype, Error, Exchange, LossScale, Mesh, OffloadConfig, OpKind, Rank,
+    Sharded, ShardedModel, Stage, TierShares, TrainingConfig, launch,
 };
 
+use crate::common::broadcast::{Broadcast, BroadcastMlp};
 use crate::common::files::Scratch;
 use crate::common::models::{
     Adapted, Branches, Gpt, JointlyNormed, Layouts, Mlp, Normed, RecomputedGpt, Tiny, Trial, distance, rows,
@@ -24,23 +24,26 @@ use crate::common::run::{
     Optimizer, Outcome, Tolerance, assert_parity, config, on_ranks, plain_model_on, plain_weights, scalar, share,
     weights,
 };
+use crate::on_device_state::placed;
 use crate::processes::LIMIT;
 use crate::tied::Tied;
 
-const STEPS: usize = 3;
+const STEPS: usize = 2;
+
+pub(crate) const ENDS: [Stage; 2] = [Stage::Ddp, Stage::Parameters];
 
 /// Enough for kernels that are compiled while other tests run.
 const TIMEOUT_S: f64 = 120.0;
 
 const CHILD: &str = "on_device::child_is_a_rank_on_a_device";
 
-fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Config {
+pub(crate) fn on(device: DeviceChoice, stage: Stage, world_size: usize) -> Config {
     Config { device, timeout_s: TIMEOUT_S, ..config(stage, world_size) }
 }
 
 /// A sharded model with the weights of every other run, whatever random numbers the rank's device would draw. A tensor that
 /// moves keeps its way of gradient checkpointing, so it begins with that of the rank's device.
-fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
+pub(crate) fn start<M: Trial>(rank: &Rank) -> Result<ShardedModel<M>, Error> {
     rank.shard(plain_model_on::<M>(&Device::flex().autodiff().gradient_checkpointing()).fork(&rank.device()))
 }
 
@@ -78,15 +81,14 @@ fn assert_stages<M: Trial>(optimizer: Optimizer, stages: &[Stage], world_sizes: 
 
 #[test]
 fn an_mlp_trains_on_a_device_as_on_the_cpu_backend_and_every_stage_gives_the_same_bits() {
-    assert_stages::<Mlp>(Optimizer::Sgd, &Stage::ALL, &[1, 2]);
+    assert_stages::<Mlp>(Optimizer::Sgd, &ENDS, &[2]);
+    assert_stages::<BroadcastMlp>(Optimizer::Sgd, &Stage::ALL, &[1, 2, 3]);
 }
 
 #[test]
 fn a_gpt_trains_on_a_device_as_on_the_cpu_backend_and_every_stage_gives_the_same_bits() {
-    assert_stages::<Gpt>(Optimizer::Fused, &Stage::ALL, &[1, 2]);
+    assert_stages::<Gpt>(Optimizer::Fused, &ENDS, &[2]);
 }
-
-const ENDS: [Stage; 2] = [Stage::Ddp, Stage::Parameters];
 
 #[test]
 fn parts_that_run_again_in_backward_do_so_on_a_device() {
@@ -129,7 +131,7 @@ fn half_precision_on_a_device_gives_the_same_bits_at_every_stage() {
 #[test]
 fn state_on_a_disk_and_a_device_go_together() {
     let scratch = Scratch::new("device-offload");
-    let expected = trained::<Mlp>(&on(DeviceChoice::Cpu, Stage::Parameters, 2), Optimizer::Sgd);
+    let expected = trained::<BroadcastMlp>(&on(DeviceChoice::Cpu, Stage::Parameters, 2), Optimizer::Sgd);
     let offload = OffloadConfig {
         optimizer: TierShares::NVME,
         gradients: TierShares::NVME,
@@ -137,36 +139,36 @@ fn state_on_a_disk_and_a_device_go_together() {
         nvme_path: Some(scratch.path().join("nvme").to_str().unwrap().to_owned()),
         ..OffloadConfig::default()
     };
-    let got = trained::<Mlp>(&Config { offload, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) }, Optimizer::Sgd);
+    let got =
+        trained::<BroadcastMlp>(&Config { offload, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) }, Optimizer::Sgd);
     assert_parity("offloaded", &expected, &got, Tolerance::EXACT);
 }
 
 /// From device to device, every stage against the same through host memory, bit for bit.
-fn assert_exchange<M: Trial>(optimizer: Optimizer, world_sizes: &[usize]) {
-    for &world_size in world_sizes {
-        for stage in [Stage::Ddp, Stage::Gradients, Stage::Parameters] {
-            let host = on(DeviceChoice::Cpu, stage, world_size);
-            let device = Config { collectives: Exchange::Device, ..host.clone() };
-            let [expected, got] = [host, device].map(|config| trained::<M>(&config, optimizer));
-            assert_parity(&format!("{stage} on {world_size}"), &expected, &got, Tolerance::EXACT);
-        }
+fn assert_exchange<M: Trial>(optimizer: Optimizer, stages: &[Stage], world_size: usize) {
+    for &stage in stages {
+        let host = on(DeviceChoice::Cpu, stage, world_size);
+        let device = Config { collectives: Exchange::Device, ..host.clone() };
+        let [expected, got] = [host, device].map(|config| trained::<M>(&config, optimizer));
+        assert_parity(&format!("{stage} on {world_size}"), &expected, &got, Tolerance::EXACT);
     }
 }
 
 #[test]
 fn from_device_to_device_ranks_train_to_the_bits_of_host_memory() {
-    assert_exchange::<Mlp>(Optimizer::Sgd, &[1, 2, 3]);
-    assert_exchange::<Gpt>(Optimizer::Fused, &[2]);
+    for world_size in 1..4 {
+        assert_exchange::<BroadcastMlp>(Optimizer::Fused, &Stage::ALL, world_size);
+    }
 }
 
 #[test]
 fn whatever_is_trained_can_be_exchanged_from_device_to_device() {
-    assert_exchange::<Layouts>(Optimizer::Sgd, &[2]);
-    assert_exchange::<Tiny>(Optimizer::Sgd, &[3]);
-    assert_exchange::<Tied>(Optimizer::Sgd, &[2]);
-    assert_exchange::<Branches>(Optimizer::Sgd, &[2]);
-    assert_exchange::<RecomputedGpt>(Optimizer::Sgd, &[2]);
-    assert_exchange::<Adapted<Mlp>>(Optimizer::Sgd, &[2]);
+    assert_exchange::<Tiny>(Optimizer::Sgd, &Stage::ALL, 3);
+    assert_exchange::<Layouts>(Optimizer::Sgd, &ENDS, 2);
+    assert_exchange::<Tied>(Optimizer::Sgd, &ENDS, 2);
+    assert_exchange::<Branches>(Optimizer::Sgd, &ENDS, 2);
+    assert_exchange::<RecomputedGpt>(Optimizer::Sgd, &[Stage::Parameters], 2);
+    assert_exchange::<Adapted<Mlp>>(Optimizer::Sgd, &[Stage::Parameters], 2);
 }
 
 #[test]
@@ -184,22 +186,47 @@ fn micro_batches_and_half_precision_are_exchanged_from_device_to_device() {
 }
 
 #[test]
-fn from_device_to_device_nothing_of_parameters_and_gradients_goes_through_host_memory() {
-    let sent = |collectives| {
-        let config = Config { collectives, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
+fn copies_along_replicate_are_added_up_from_device_to_device() {
+    let mesh = Some(Mesh::new(vec![(Axis::Replicate, 2), (Axis::Shard, 2)]).unwrap());
+    for (stage, reduce) in
+        [(Stage::Gradients, Dtype::F32), (Stage::Parameters, Dtype::F32), (Stage::Parameters, Dtype::F16)]
+    {
+        let mut host = Config { mesh: mesh.clone(), ..on(DeviceChoice::Cpu, stage, 4) };
+        host.precision.reduce = reduce;
+        let device = Config { collectives: Exchange::Device, ..host.clone() };
+        let [expected, got] = [host, device].map(|config| trained::<Layouts>(&config, Optimizer::Sgd));
+        assert_parity(&format!("{stage}, {reduce}"), &expected, &got, Tolerance::EXACT);
+    }
+}
+
+#[test]
+fn backward_gathers_among_fewer_ranks_from_device_to_device() {
+    let host = Config { reshard_after_forward: Some(2), ..on(DeviceChoice::Cpu, Stage::Parameters, 4) };
+    let device = Config { collectives: Exchange::Device, ..host.clone() };
+    let [expected, got] = [host, device].map(|config| trained::<Layouts>(&config, Optimizer::Sgd));
+    assert_parity("stage 3", &expected, &got, Tolerance::EXACT);
+}
+
+#[test]
+fn from_device_to_device_ranks_send_the_bytes_that_they_send_through_host_memory() {
+    let sent = |collectives, stage| {
+        let config = Config { collectives, ..on(DeviceChoice::Cpu, stage, 2) };
         let sent = launch(&config, |rank| {
-            let mut model = start::<Mlp>(&rank)?;
+            let mut model = start::<Layouts>(&rank)?;
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             rank.traffic().reset();
             let gradients = model.backward(model.loss(0, share(&rank), &rank.device()))?;
             optim.step(0.01, &mut model, gradients)?;
             model.synchronize()?;
-            Ok([OpKind::AllGather, OpKind::ReduceScatter].map(|kind| rank.traffic().of(kind).sent_bytes))
+            Ok([OpKind::AllGather, OpKind::ReduceScatter, OpKind::AllReduce].map(|kind| rank.traffic().of(kind)))
         });
         sent.unwrap()
     };
-    assert!(sent(Exchange::Host).iter().flatten().all(|&bytes| bytes > 0));
-    assert_eq!(sent(Exchange::Device), [[0, 0], [0, 0]]);
+    for stage in [Stage::Ddp, Stage::OptimizerState, Stage::Parameters] {
+        let expected = sent(Exchange::Host, stage);
+        assert!(expected.iter().flatten().any(|count| count.sent_bytes > 0));
+        assert_eq!(sent(Exchange::Device, stage), expected, "{stage}");
+    }
 }
 
 #[test]
@@ -207,7 +234,7 @@ fn a_rank_that_fails_ends_those_that_wait_for_its_tensors() {
     let config = Config { collectives: Exchange::Device, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
     let begun = Instant::now();
     let error = launch(&config, |rank| {
-        let model = start::<Mlp>(&rank)?;
+        let model = start::<BroadcastMlp>(&rank)?;
         if !rank.is_main() {
             return Err(Error::program("out of cheese"));
         }
@@ -221,7 +248,7 @@ fn a_rank_that_fails_ends_those_that_wait_for_its_tensors() {
 fn ranks_on_a_device_that_issue_different_operations_are_told_which() {
     let config = Config { collectives: Exchange::Device, ..on(DeviceChoice::Cpu, Stage::Parameters, 2) };
     let error = launch(&config, |rank| {
-        let model = start::<Mlp>(&rank)?;
+        let model = start::<BroadcastMlp>(&rank)?;
         let layer = if rank.is_main() { &model.hidden[0] } else { &model.hidden[1] };
         layer.forward(rows(0, 0..4, 13, &rank.device()));
         Ok(())
@@ -250,7 +277,7 @@ fn child_is_a_rank_on_a_device() {
     let collectives = Exchange::ALL[usize::from(is_apart)];
     let config = Config { collectives, ..on(DeviceChoice::Cpu, Stage::Parameters, 1) };
     let is_main = config.started().unwrap().is_main();
-    match launch(&config, |rank| train::<Mlp>(&rank, Optimizer::Sgd)) {
+    match launch(&config, |rank| train::<BroadcastMlp>(&rank, Optimizer::Sgd)) {
         Ok(outcomes) if is_main => fs::write(Path::new(&dir).join("end"), text(&outcomes[0])).unwrap(),
         Ok(_) => {}
         Err(error) => {
@@ -270,7 +297,7 @@ fn text(outcome: &Outcome) -> String {
 
 #[test]
 fn processes_with_a_device_each_train_to_the_bits_of_threads_that_share_one() {
-    let expected = trained::<Mlp>(&on(DeviceChoice::Cpu, Stage::Parameters, 2), Optimizer::Sgd);
+    let expected = trained::<BroadcastMlp>(&on(DeviceChoice::Cpu, Stage::Parameters, 2), Optimizer::Sgd);
     let scratch = Scratch::new("device-processes");
     let dir = scratch.path();
     let set = [("FSDP_TEST_DEVICE_DIR", dir.to_str().unwrap().to_owned())];
@@ -282,7 +309,7 @@ fn processes_with_a_device_each_train_to_the_bits_of_threads_that_share_one() {
 #[derive(Module, Debug, Sharded)]
 struct Deep {
     #[shard(units)]
-    layers: Vec<Linear>,
+    layers: Vec<Broadcast>,
 }
 
 const WIDTH: usize = 128;
@@ -291,7 +318,7 @@ const LAYER_BYTES: u64 = (4 * WIDTH * WIDTH) as u64;
 
 impl Trial for Deep {
     fn build(device: &Device) -> Self {
-        Self { layers: (0..DEPTH).map(|_| LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(device)).collect() }
+        Self { layers: (0..DEPTH).map(|_| Broadcast::new(WIDTH, WIDTH, device)).collect() }
     }
 
     fn loss(&self, batch: usize, samples: Range<usize>, device: &Device) -> Tensor<1> {
@@ -302,8 +329,8 @@ impl Trial for Deep {
 }
 
 /// Bytes in use on the device of both ranks, after each step.
-fn bytes_after_steps(stage: Stage) -> Vec<u64> {
-    let used = launch(&on(DeviceChoice::Cpu, stage, 2), |rank| {
+fn bytes_after_steps(place: TierShares, stage: Stage) -> Vec<u64> {
+    let used = launch(&placed(place, on(DeviceChoice::Cpu, stage, 2)), |rank| {
         let mut model = start::<Deep>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         let mut used = Vec::new();
@@ -326,15 +353,22 @@ fn child_counts_the_bytes_of_a_device() {
     if std::env::var_os("FSDP_TEST_DEVICE_BYTES").is_none() {
         return;
     }
-    let sharded = bytes_after_steps(Stage::Parameters);
-    assert!(sharded.iter().all(|&bytes| bytes < LAYER_BYTES / 2), "stage 3 leaves {sharded:?} on the device");
-    let whole = bytes_after_steps(Stage::Ddp);
     let model_bytes = DEPTH as u64 * LAYER_BYTES;
-    assert!(whole.iter().all(|bytes| (2 * model_bytes..2 * model_bytes + LAYER_BYTES).contains(bytes)), "{whole:?}");
+    let holds = |place, stage, num_models: u64| {
+        let used = bytes_after_steps(place, stage);
+        let expected = num_models * model_bytes..num_models * model_bytes + LAYER_BYTES;
+        assert!(used.iter().all(|bytes| expected.contains(bytes)), "{place:?}, {stage}: {used:?} and not {expected:?}");
+    };
+    // Of both ranks: parameters, and the velocity of each.
+    holds(TierShares::CPU, Stage::Parameters, 0);
+    holds(TierShares::CPU, Stage::Ddp, 2);
+    holds(TierShares::DEVICE, Stage::Parameters, 2);
+    holds(TierShares::DEVICE, Stage::Gradients, 3);
+    holds(TierShares::DEVICE, Stage::Ddp, 4);
 }
 
 #[test]
-fn between_steps_a_device_holds_no_parameters_at_stage_3_and_each_once_below() {
+fn between_steps_a_device_holds_what_the_stage_and_the_tiers_say_and_no_more() {
     let mut child = child("on_device::child_counts_the_bytes_of_a_device");
     run_to_end(child.env("FSDP_TEST_DEVICE_BYTES", "1"));
 }
@@ -343,7 +377,7 @@ fn between_steps_a_device_holds_no_parameters_at_stage_3_and_each_once_below() {
 fn a_copy_of_the_model_from_before_a_step_is_refused_on_a_device_too() {
     for stage in ENDS {
         let error = launch(&on(DeviceChoice::Cpu, stage, 1), |rank| {
-            let mut model = start::<Mlp>(&rank)?;
+            let mut model = start::<BroadcastMlp>(&rank)?;
             let old = model.valid();
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             let gradients = model.backward(model.loss(0, 0..4, &rank.device()))?;
@@ -371,7 +405,7 @@ fn a_whole_model_is_on_the_device_of_its_rank() {
 #[test]
 fn a_model_that_was_built_elsewhere_is_refused_with_the_place_to_build_it() {
     let error = launch(&on(DeviceChoice::Cpu, Stage::Parameters, 1), |rank| {
-        rank.shard(Mlp::build(&Device::flex().autodiff())).map(drop)
+        rank.shard(BroadcastMlp::build(&Device::flex().autodiff())).map(drop)
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("device = \"cpu\": ") && error.contains("`rank.device()`"), "{error}");

@@ -95,6 +95,26 @@ impl Traffic {
         self.with(|state| state.log.as_mut().map(std::mem::take).unwrap_or_default())
     }
 
+    /// Counts an operation over whole tensors of these layouts, with the bytes of an element, as [`Recorder`] counts its own:
+    /// a gather or a reduction that no communicator carries out. `rank` is this rank's index in the layouts.
+    pub fn count<'a>(
+        &self,
+        kind: OpKind,
+        tag: &OpTag,
+        rank: usize,
+        parts: impl IntoIterator<Item = (&'a ShardLayout, usize)>,
+    ) {
+        let repeats = matches!(kind, OpKind::AllGather | OpKind::AllReduce);
+        let divides = matches!(kind, OpKind::ReduceScatter | OpKind::AllReduce);
+        let sent_bytes = |(layout, elem_bytes): (&ShardLayout, usize)| {
+            // Its block, once for each other rank; and theirs.
+            let repeated_len = if repeats { layout.shard_len(rank) * (layout.num_shards() - 1) } else { 0 };
+            let others_len = if divides { layout.others_len(rank) } else { 0 };
+            (repeated_len + others_len) * elem_bytes
+        };
+        self.add(kind, tag, parts.into_iter().map(sent_bytes).sum());
+    }
+
     fn add(&self, kind: OpKind, tag: &OpTag, sent_bytes: usize) {
         let sent_bytes = sent_bytes as u64;
         self.with(|state| {
@@ -117,16 +137,6 @@ impl Recorder {
     pub fn new(inner: Arc<dyn Communicator>, traffic: Arc<Traffic>) -> Self {
         Self { inner, traffic }
     }
-
-    /// Bytes of the other ranks' blocks.
-    fn others_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
-        layout.others_len(self.rank()) * elem_bytes
-    }
-
-    /// Bytes of this rank's block, once for each other rank.
-    fn repeated_bytes(&self, layout: &ShardLayout, elem_bytes: usize) -> usize {
-        layout.shard_len(self.rank()) * elem_bytes * (self.world_size() - 1)
-    }
 }
 
 impl Communicator for Recorder {
@@ -144,25 +154,22 @@ impl Communicator for Recorder {
 
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         let gathered = self.inner.all_gather(tag, parts)?;
-        let sent = parts.iter().map(|part| self.repeated_bytes(&part.layout, part.elem_bytes)).sum();
-        self.traffic.add(OpKind::AllGather, tag, sent);
+        let parts = parts.iter().map(|part| (&part.layout, part.elem_bytes));
+        self.traffic.count(OpKind::AllGather, tag, self.rank(), parts);
         Ok(gathered)
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
         let reduced = self.inner.reduce_scatter(tag, parts, reduce)?;
-        let sent = parts.iter().map(|part| self.others_bytes(&part.layout, part.dtype.size_bytes())).sum();
-        self.traffic.add(OpKind::ReduceScatter, tag, sent);
+        let parts = parts.iter().map(|part| (&part.layout, part.dtype.size_bytes()));
+        self.traffic.count(OpKind::ReduceScatter, tag, self.rank(), parts);
         Ok(reduced)
     }
 
     fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
         let reduced = self.inner.all_reduce(tag, parts, reduce)?;
-        let sent = |part: &ReducePart| {
-            let elem_bytes = part.dtype.size_bytes();
-            self.others_bytes(&part.layout, elem_bytes) + self.repeated_bytes(&part.layout, elem_bytes)
-        };
-        self.traffic.add(OpKind::AllReduce, tag, parts.iter().map(sent).sum());
+        let parts = parts.iter().map(|part| (&part.layout, part.dtype.size_bytes()));
+        self.traffic.count(OpKind::AllReduce, tag, self.rank(), parts);
         Ok(reduced)
     }
 
@@ -183,7 +190,7 @@ impl Communicator for Recorder {
     ) -> Result<Bytes, CommError> {
         let is_root = full.is_some();
         let block = self.inner.scatter(tag, root, full, layout, elem_bytes)?;
-        let sent = if is_root { self.others_bytes(layout, elem_bytes) } else { 0 };
+        let sent = if is_root { layout.others_len(self.rank()) * elem_bytes } else { 0 };
         self.traffic.add(OpKind::Scatter, tag, sent);
         Ok(block)
     }

@@ -170,8 +170,8 @@ static KEYS: &[ConfigKey] = &[
         meaning: "What ranks compute on: \"flex\" the processor; \"cuda\" an NVIDIA GPU each, by their number on the host; \
                   \"cuda:0\" one GPU, by its number, together; \"cpu\" the processor, with the kernels of GPUs, for tests. All \
                   but \"flex\" need the feature of their name (`cuda`, `cpu`) where the program is built.",
-        cost: "Beside a GPU blocks, reduced gradients and optimizer state stay in host memory, where the optimizer steps; what is \
-               copied, `collectives` says. \"cpu\" takes many times as long as \"flex\".",
+        cost: "What a GPU holds between steps, [offload] says; what is copied, `collectives`. \"cpu\" takes many times as long as \
+               \"flex\".",
         kind: Kind::Device { get: |config| config.device, set: |config, device| config.device = device },
     },
     ConfigKey {
@@ -180,9 +180,9 @@ static KEYS: &[ConfigKey] = &[
         meaning: "By which way ranks on devices exchange parameters (stage 3) and gradients: \"host\" through the memory of their \
                   hosts, as ranks on processors do; \"device\" from device to device, between GPUs by NCCL (`libnccl.so`), on a \
                   device that threads share within it; \"device inline\" the same, with NCCL in line with the kernels in place of beside \
-                  them, to compare. The last two not together with copies along `replicate` or `reshard_after_forward`.",
-        cost: "\"host\" copies every parameter to each device twice and every gradient back, in a step; \"device\" this rank's \
-               blocks of them. NCCL adds in an order of its own, and what it sends is not counted in `Rank::traffic`.",
+                  them, to compare.",
+        cost: "\"host\" copies every parameter to each device twice and every gradient back, in a step; \"device\" nothing but \
+               what [offload] puts into host memory. NCCL adds in an order of its own.",
         kind: Kind::Choice {
             names: Exchange::NAMES,
             get: |config| config.collectives as usize,
@@ -429,7 +429,9 @@ static KEYS: &[ConfigKey] = &[
         name: "optimizer",
         meaning: "Where optimizer state lies between steps: \"device\", \"cpu\" (host memory; on the CPU backend the same place), \
                   \"nvme\" (a file on a disk), or a share of it, such as { nvme = 0.8 }, in whole parameters.",
-        cost: "On NVMe each step reads and writes it once, unit by unit beside the update; three units of it are in memory.",
+        cost: "The optimizer steps where its state lies: elsewhere than on a GPU in host memory, to and from which blocks and \
+               gradients are copied then. On NVMe each step reads and writes the state once, unit by unit beside the update; three \
+               units of it are in memory.",
         kind: Kind::Tiers {
             get: |config| config.offload.optimizer,
             set: |config, placement| config.offload.optimizer = placement,

@@ -519,9 +519,7 @@ mod tests {
                 _ => Some(vec![(Axis::Shard, replicate * shard)]),
             };
             let mesh = mesh.map(|axes| Mesh::new(axes).unwrap());
-            // The axis of copies, and smaller groups in backward, go through host memory.
-            let is_plain = mesh.as_ref().is_none_or(|mesh| mesh.size(Axis::Replicate) == 1);
-            let on_device = is_plain && device != DeviceChoice::Flex && collectives > 0;
+            let on_device = device != DeviceChoice::Flex && collectives > 0;
             let num_shards = mesh.as_ref().map_or(replicate * shard, |mesh| mesh.size(Axis::Shard));
             Config {
                 stage: Stage::ALL[stage],
@@ -532,7 +530,7 @@ mod tests {
                 collectives: Exchange::ALL[if on_device { collectives } else { 0 }],
                 mesh,
                 // The largest true divisor, if there is one.
-                reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && !on_device && num_shards.is_multiple_of(*k)),
+                reshard_after_forward: (2..num_shards).rev().find(|k| stage == 3 && num_shards.is_multiple_of(*k)),
                 timeout_s,
                 threads_per_rank,
                 seed,

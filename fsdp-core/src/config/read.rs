@@ -34,24 +34,12 @@ pub(super) fn validate(config: &Config) -> Result<(), ConfigError> {
 }
 
 fn check_collectives(config: &Config, at: Location) -> Result<(), ConfigError> {
-    if config.collectives == Exchange::Host {
+    if config.collectives == Exchange::Host || config.device != DeviceChoice::Flex {
         return Ok(());
     }
-    let needs = |why: &str, remedy| {
-        let needs = format!("is \"{}\", {why}", config.collectives);
-        Err(ConfigError::Needs { at, key: "collectives".to_owned(), needs, remedy })
-    };
-    let through_host = "set it to \"host\", or leave it out";
-    if config.device == DeviceChoice::Flex {
-        return needs("and ranks compute on processors", "set `device = \"cuda\"`, or leave the key out");
-    }
-    if config.reshard_after_forward.is_some() {
-        return needs("by which backward cannot gather among fewer ranks than forward", through_host);
-    }
-    if config.mesh.as_ref().is_some_and(|mesh| mesh.size(Axis::Replicate) > 1) {
-        return needs("by which gradients are not added up along `replicate`", through_host);
-    }
-    Ok(())
+    let needs = format!("is \"{}\", and ranks compute on processors", config.collectives);
+    let remedy = "set `device = \"cuda\"`, or leave the key out";
+    Err(ConfigError::Needs { at, key: "collectives".to_owned(), needs, remedy })
 }
 
 fn check_resharding(config: &Config, at: Location) -> Result<(), ConfigError> {

@@ -1,5 +1,7 @@
 //! Tiny models, deterministic data, and the one comparison helper of all parity tests.
 
+#[cfg(feature = "cpu")]
+pub(crate) mod broadcast;
 pub(crate) mod files;
 pub(crate) mod learner;
 pub(crate) mod models;

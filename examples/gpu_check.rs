@@ -19,7 +19,7 @@ use fsdp_burn::{
     Config, DeviceChoice, Dtype, Error, Exchange, FusedAdamW, OptimizerKind, Rank, Stage, human_bytes, launch,
 };
 use fsdp_core::Table;
-use fsdp_examples::{GptConfig, Text, activations};
+use fsdp_examples::{Gpt, GptConfig, Text, activations};
 
 #[derive(Clone, Debug, Parser)]
 #[command(name = "gpu_check", about = "Checks that GPUs train as they should, and prints a table.")]
@@ -127,15 +127,26 @@ struct Seen {
 impl Run {
     fn on(&self, config: &Config) -> Result<Seen, Error> {
         let run = self.clone();
-        Ok(launch(config, move |rank| run.train(&rank))?.swap_remove(0))
+        let built = self.built_on_the_processor.then(|| self.build_on_the_processor());
+        Ok(launch(config, move |rank| run.train(&rank, built.clone()))?.swap_remove(0))
     }
 
-    fn train(&self, rank: &Rank) -> Result<Seen, Error> {
+    fn build_on_the_processor(&self) -> Gpt {
+        // What moves keeps its way of gradient checkpointing, which must be that of the inputs.
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        device.seed(1);
+        let model = self.model.init(&device);
+        // Weights are drawn when they are looked at, and where a model with nothing drawn is moved to. Moving a copy looks.
+        drop(model.clone().fork(&device));
+        model
+    }
+
+    fn train(&self, rank: &Rank, built: Option<Gpt>) -> Result<Seen, Error> {
         let text = Text::load(None, self.model.sequence).map_err(Error::program)?;
         let device = rank.device();
-        let model = match self.built_on_the_processor {
-            true => self.model.init(&Device::flex().autodiff()).fork(&device),
-            false => self.model.init(&device),
+        let model = match built {
+            Some(built) => built.fork(&device),
+            None => self.model.init(&device),
         };
         let mut model = rank.shard(model)?;
         let mut optimizer = rank.optimizer(FusedAdamW::new(&AdamWConfig::new())?)?;

@@ -94,7 +94,8 @@ impl<M: Module + Sharded> ShardedModel<M> {
         if rank.is_main() && config.stage.shards_parameters() && !checkpoints(&module) {
             tracing::warn!(
                 "the model is on a device without gradient checkpointing, so layers that use a view of a weight keep it \
-                 gathered until backward; build it on `rank.device()`"
+                 gathered until backward, and inputs that are made on `rank.device()` cannot meet it; build it there, or, \
+                 where it is moved there, on a device with `.autodiff().gradient_checkpointing()`"
             );
         }
         if rank.is_main() && config.stage != Stage::Ddp && mesh.size(Axis::Shard) == 1 {

@@ -109,6 +109,10 @@ impl Rank {
     ///
     /// Checkpointing is what lets gathered weights go after forward where a layer uses a view of them, as a linear
     /// layer on three dimensions does. It also keeps fewer activations, and gives the same bits.
+    ///
+    /// What is moved here, by `Module::fork` or `Tensor::to_device`, keeps the checkpointing of where it was made, and Burn
+    /// panics where it meets what was made here ("checkpointing strategy mismatch"). So make it on a device with
+    /// `.autodiff().gradient_checkpointing()`.
     pub fn device(&self) -> Device {
         self.device.clone().autodiff().gradient_checkpointing()
     }

@@ -12,7 +12,6 @@ use fsdp_burn::{
 use crate::common::broadcast::BroadcastMlp;
 use crate::common::files::Scratch;
 use crate::common::models::{Branches, Gpt, Layouts, Tiny, Trial};
-use crate::common::process::{child, run_to_end};
 use crate::common::run::{Optimizer, Outcome, Tolerance, assert_parity, on_ranks, scalar, share, weights};
 use crate::on_device::{ENDS, on, start};
 
@@ -225,47 +224,4 @@ fn a_checkpoint_of_state_on_a_device_goes_on_in_host_memory_and_the_other_way_ro
             }
         }
     }
-}
-
-/// Runs in a process of its own, whose environment does not say by way of which device state is loaded.
-#[test]
-fn child_loads_state_by_way_of_a_gpu() {
-    if std::env::var_os("FSDP_TEST_LOADS").is_none() {
-        return;
-    }
-    let scratch = Scratch::new("device-loads");
-    let root = scratch.path();
-    let refused = launch(&on(DeviceChoice::Flex, Stage::Parameters, 1), move |rank| {
-        let (mut model, mut outcome) = (start::<BroadcastMlp>(&rank)?, Outcome::default());
-        let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
-        run(&rank, (&mut model, &mut optim, Optimizer::Sgd), 0, &mut outcome)?;
-        model.save(&root, &optim, BTreeMap::new(), &SaveOptions::default())?;
-        model.load(&root, &mut optim).map(drop)
-    });
-    match refused {
-        Ok(_) => assert!(!cfg!(feature = "cuda") || has_gpu()),
-        Err(error) => {
-            let error = error.to_string();
-            assert!(cfg!(feature = "cuda") && !has_gpu(), "{error}");
-            assert!(error.contains("default device") && error.contains("BURN_DEVICE=flex"), "{error}");
-        }
-    }
-}
-
-#[cfg(feature = "cuda")]
-fn has_gpu() -> bool {
-    use burn::tensor::{Device, DeviceType};
-
-    Device::enumerate(DeviceType::Cuda).into_iter().next().is_some()
-}
-
-#[cfg(not(feature = "cuda"))]
-fn has_gpu() -> bool {
-    false
-}
-
-#[test]
-fn state_that_would_be_loaded_by_way_of_a_gpu_that_is_not_there_is_refused() {
-    let mut child = child("on_device_state::child_loads_state_by_way_of_a_gpu");
-    run_to_end(child.env("FSDP_TEST_LOADS", "1").env_remove("BURN_DEVICE"));
 }

@@ -51,7 +51,8 @@ impl Offload {
                 let is_own = |tier| *own == Some(tier) && len(param) > 0;
                 match () {
                     () if tier.is_some() && (on_nvme || is_own(TierShares::NVME)) => Place::Disk,
-                    () if on_cpu || is_own(TierShares::CPU) => Place::Host,
+                    // Ranks on processors compute in host memory, so there the two are one place.
+                    () if home.is_device() && (on_cpu || is_own(TierShares::CPU)) => Place::Host,
                     () => Place::Device,
                 }
             };

@@ -176,6 +176,14 @@ impl Home {
         }
     }
 
+    /// Host memory, in the memory of this place.
+    pub(crate) fn take_in(&self, bytes: Bytes, place: Place, shape: &[usize], dtype: Dtype) -> Block {
+        match place {
+            Place::Device => self.to_device(Block::Host(bytes), shape, dtype),
+            Place::Host | Place::Disk => Block::Host(bytes),
+        }
+    }
+
     /// Waits for the device where the block is there.
     pub(crate) fn to_host(&self, block: Block) -> Result<Bytes, Error> {
         match block {

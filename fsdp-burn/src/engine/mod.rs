@@ -509,6 +509,11 @@ impl Engine {
         self.trainable(unit).filter(|(_, spec)| spec.is_split())
     }
 
+    #[cfg(any(feature = "cuda", feature = "cpu"))]
+    fn whole_trainable(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {
+        self.trainable(unit).filter(|(_, spec)| !spec.is_split())
+    }
+
     pub(crate) fn params_of(&self, unit: UnitIndex) -> impl Iterator<Item = (usize, &PlannedParam)> {
         self.plan.units()[unit].params.iter().map(|&param| (param, &self.plan.params()[param]))
     }

@@ -178,11 +178,9 @@ impl Engine {
             self.count(OpKind::ReduceScatter, &tag, self.shard_index, parts);
         }
         if !together.is_empty() {
-            let world = devices.beyond.as_ref().map_or(&devices.reduce, |beyond| &beyond.world);
-            tickets[1] = Some(world.start(OpKind::AllReduce, tag.clone(), together)?);
+            tickets[1] = Some(devices.over_all().start(OpKind::AllReduce, tag.clone(), together)?);
             let layouts: Vec<_> = self
-                .trainable(unit)
-                .filter(|(_, spec)| !spec.is_split())
+                .whole_trainable(unit)
                 .map(|(param, spec)| (self.over_world(spec.layout.shape()), self.dtypes.reduce[param]))
                 .collect();
             let parts = layouts.iter().map(|(layout, dtype)| (layout, *dtype));
@@ -247,9 +245,7 @@ impl Engine {
             }
         }
         if let Some(ticket) = together {
-            let world = devices.beyond.as_ref().map_or(&devices.reduce, |beyond| &beyond.world);
-            let params = self.trainable(unit).filter(|(_, spec)| !spec.is_split());
-            for ((param, spec), flat) in params.zip(world.finish(ticket)?) {
+            for ((param, spec), flat) in self.whole_trainable(unit).zip(devices.over_all().finish(ticket)?) {
                 let layout = self.reduced_layout(spec);
                 sums.push(match layout.full_len() {
                     0 => Block::nothing(),

@@ -37,11 +37,7 @@ impl Engine {
         let mut state = self.lock();
         let (shape, master) = (self.stored_shape(param), self.dtypes.master[param]);
         if !self.has_master(param) {
-            let stored = match self.stored_place(param) {
-                Place::Device => self.home().to_device(Block::Host(value), &shape, master),
-                Place::Host | Place::Disk => Block::Host(value),
-            };
-            return state.store(param, stored);
+            return state.store(param, self.home().take_in(value, self.stored_place(param), &shape, master));
         }
         let spec = &self.plan.params()[param];
         let compute = self.dtypes.compute[param];
@@ -52,11 +48,8 @@ impl Engine {
             true => Bytes::from(host::cut(&value, &spec.layout, self.shard_index, master.size_bytes()).to_vec()),
             false => value,
         };
-        let block = match self.offload.state_place(param) {
-            Place::Device => self.home().to_device(Block::Host(block), &self.block_shape(param), master),
-            Place::Host | Place::Disk => Block::Host(block),
-        };
-        state.keep_master(param, block);
+        let place = self.offload.state_place(param);
+        state.keep_master(param, self.home().take_in(block, place, &self.block_shape(param), master));
     }
 
     /// Takes the optimizer's new view of a parameter, in the memory where it was stepped. At stages 1 and 2 others have to be

@@ -80,6 +80,11 @@ pub(crate) struct Beyond {
 }
 
 impl DeviceLinks {
+    /// Reductions over all ranks.
+    pub(crate) fn over_all(&self) -> &dyn Peers {
+        self.beyond.as_ref().map_or(self.reduce.as_ref(), |beyond| beyond.world.as_ref())
+    }
+
     /// Connects the groups of `links`. All ranks make the call, with the same number of the model.
     ///
     /// # Errors

@@ -99,7 +99,7 @@ impl Gpt {
         for block in &self.blocks {
             x = if self.recompute { recompute(block, x, Block::forward) } else { block.forward(x) };
         }
-        self.head.forward(self.norm.forward(x))
+        at_once(&self.head, self.norm.forward(x))
     }
 
     /// Mean cross entropy over all positions.
@@ -116,20 +116,29 @@ impl Gpt {
 impl Block {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let x = x.clone() + self.attend(self.attention_norm.forward(x));
-        let hidden = gelu(self.up.forward(self.perceptron_norm.forward(x.clone())));
-        x + self.down.forward(hidden)
+        let hidden = gelu(at_once(&self.up, self.perceptron_norm.forward(x.clone())));
+        x + at_once(&self.down, hidden)
     }
 
     fn attend(&self, x: Tensor<3>) -> Tensor<3> {
         let [batch, sequence, width] = x.dims();
         let [query, key, value] = [&self.query, &self.key, &self.value].map(|linear| {
             let by_head = [batch, sequence, self.heads, width / self.heads];
-            linear.forward(x.clone()).reshape(by_head).swap_dims(1, 2)
+            at_once(linear, x.clone()).reshape(by_head).swap_dims(1, 2)
         });
         let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
         let mixed = attention(query, key, value, None, None, options);
-        self.project.forward(mixed.swap_dims(1, 2).reshape([batch, sequence, width]))
+        at_once(&self.project, mixed.swap_dims(1, 2).reshape([batch, sequence, width]))
     }
+}
+
+/// A layer on all positions of all sequences in one product of matrices. In three dimensions Burn computes a product, and a
+/// gradient of the weights, for each sequence.
+fn at_once(linear: &Linear, x: Tensor<3>) -> Tensor<3> {
+    let [batch, sequence, _] = x.dims();
+    let y = linear.forward(x.flatten::<2>(0, 1));
+    let [_, width] = y.dims();
+    y.reshape([batch, sequence, width])
 }
 
 /// Buffers that each compute thread keeps for packing the operands of matrix products, in bytes: as much as its

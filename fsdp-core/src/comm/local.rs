@@ -15,7 +15,6 @@ use bytes::Bytes;
 use super::awake::stay_awake;
 use super::call::{Call, CallPart};
 use super::check::Member;
-use super::past_cache::Store;
 use super::pool::Pool;
 use super::shared::SharedTensors;
 use super::sum::write_sum;
@@ -252,11 +251,10 @@ impl LocalRank {
             Some(tensors) => Arc::new(SharedTensors::block(self.rank, tensors)),
             None => visit.output(),
         };
-        let store = Store::of_sum(parts.iter().map(|part| part.full.len()).sum());
         output.fill(self.rank, |part, elements, target| {
             let dtype = parts[part].dtype;
             let bytes = elements.start * dtype.size_bytes()..elements.end * dtype.size_bytes();
-            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, store, target)
+            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, target)
         });
         if shared {
             visit.wait_for_output()?;

@@ -20,7 +20,6 @@ mod faulty;
 pub mod hosts;
 mod local;
 mod op;
-pub(crate) mod past_cache;
 mod pool;
 mod recorder;
 pub(crate) mod shared;

@@ -16,14 +16,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
-use super::past_cache::{self, Store};
 use super::pool::{Block, Pool};
 use crate::ShardLayout;
 
 /// Largest piece of a sum that is filled at once: it stays in the first-level cache while the ranks' values are added.
 pub(crate) const PIECE_BYTES: usize = 8 * 1024;
 
-/// Most bytes of a piece that is copied: all that lie side by side, so that pages are read side by side.
+/// Most bytes of a piece that is copied: all that lie side by side. The C library then chooses how to copy by the size.
 pub(crate) const WHOLE_RUNS: usize = usize::MAX;
 
 /// The tensors of one operation, written by all ranks, then read by all.
@@ -118,7 +117,7 @@ impl SharedTensors {
     /// # Panics
     /// As [`SharedTensors::fill`], or if a block is shorter than what the rank owns.
     pub(crate) fn copy<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) {
-        let mut next = from_blocks(blocks, self.tensors.iter().map(|tensor| tensor.len_bytes).sum());
+        let mut next = from_blocks(blocks);
         self.fill_runs(rank, |tensor, _, target| next(tensor, target));
     }
 
@@ -162,7 +161,6 @@ impl SharedTensors {
                 "`fill` returns what it was given"
             );
         }
-        past_cache::fence();
         self.filled.fetch_add(1, Ordering::Release);
         Ok(())
     }
@@ -179,18 +177,15 @@ impl SharedTensors {
     }
 }
 
-/// Writes one piece of a tensor after the other, given its number, from blocks in which elements lie side by side. All
-/// tensors together have so many bytes. Before others read, a [`fence`](past_cache::fence) is due.
+/// Writes one piece of a tensor after the other, given its number, from blocks in which elements lie side by side.
 pub(crate) fn from_blocks<'b>(
     blocks: impl IntoIterator<Item = &'b [u8]>,
-    num_bytes: usize,
 ) -> impl for<'a> FnMut(usize, &'a mut [MaybeUninit<u8>]) -> &'a mut [u8] {
     let mut blocks: Vec<&[u8]> = blocks.into_iter().collect();
-    let store = Store::of_gather(num_bytes);
     move |tensor, target| {
         let (piece, rest) = blocks[tensor].split_at(target.len());
         blocks[tensor] = rest;
-        store.copy(piece, target)
+        target.write_copy_of_slice(piece)
     }
 }
 

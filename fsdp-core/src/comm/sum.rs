@@ -1,15 +1,15 @@
 //! Adds the ranks' values of one range of elements, in the order of ranks. See [Note: Order of a sum].
 
 use std::mem::MaybeUninit;
-use std::ops::{Add, Mul, Range};
+use std::ops::{Add, Mul};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use multiversion::multiversion;
 
 use crate::Dtype;
 
 use super::Reduce;
-use super::past_cache::{STRIP_BYTES, Store};
 use super::shared::PIECE_BYTES;
 
 /// Writes `scale * ((s0 + s1) + s2 ...)` over `target` and returns it, initialised. Two-byte types are added and scaled in
@@ -21,14 +21,12 @@ pub(crate) fn write_sum<'a, 's>(
     dtype: Dtype,
     sources: impl Iterator<Item = &'s [u8]>,
     reduce: Reduce,
-    store: Store,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
     match dtype {
-        Dtype::Bf16 => write_half_sum_of::<bf16>(sources, reduce.scale as f32, store, target),
-        Dtype::F16 => write_half_sum_of::<f16>(sources, reduce.scale as f32, store, target),
-        Dtype::F32 => write_sum_of::<f32, 4, { PIECE_BYTES / 4 }>(sources, reduce.scale as f32, store, target),
-        Dtype::F64 => write_sum_of::<f64, 8, { PIECE_BYTES / 8 }>(sources, reduce.scale, store, target),
+        Dtype::Bf16 => write_half_sum_of::<bf16>(sources, reduce.scale as f32, target),
+        Dtype::F16 => write_half_sum_of::<f16>(sources, reduce.scale as f32, target),
+        Dtype::F32 | Dtype::F64 => write_full_sum(dtype, sources, reduce.scale, target),
     }
 }
 
@@ -39,79 +37,110 @@ trait Element<const BYTES: usize>: Copy + Add<Output = Self> + Mul<Output = Self
 }
 
 impl Element<4> for f32 {
+    #[inline(always)]
     fn from_bytes(bytes: [u8; 4]) -> Self {
         f32::from_ne_bytes(bytes)
     }
+    #[inline(always)]
     fn to_bytes(self) -> [u8; 4] {
         self.to_ne_bytes()
     }
 }
 
 impl Element<8> for f64 {
+    #[inline(always)]
     fn from_bytes(bytes: [u8; 8]) -> Self {
         f64::from_ne_bytes(bytes)
     }
+    #[inline(always)]
     fn to_bytes(self) -> [u8; 8] {
         self.to_ne_bytes()
     }
 }
 
 /// The running sum stays in the first-level cache, so each source is read once and the target written once.
-fn write_sum_of<'a, 's, T: Element<BYTES>, const BYTES: usize, const PIECE_LEN: usize>(
+fn write_full_sum<'a, 's>(
+    dtype: Dtype,
     mut sources: impl Iterator<Item = &'s [u8]>,
-    scale: T,
-    store: Store,
+    scale: f64,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8] {
-    let mut next = || sources.next().map(|source| elements::<BYTES>(source, target.len()));
-    let mut sums = [[0; BYTES]; PIECE_LEN];
-    let sums = &mut sums[..target.len() / BYTES];
+    let len_bytes = target.len();
+    let mut next = || {
+        sources.next().inspect(|source| assert_eq!(source.len(), len_bytes, "every rank's range has the same length"))
+    };
     let first = next().expect("a sum has at least one rank");
-    // The first sum, the last one and its scaling are the same pass where there are two ranks. It is the one that reads memory.
-    match (next(), next()) {
-        (None, _) => {
-            for (sum, &a) in sums.iter_mut().zip(first) {
-                *sum = (T::from_bytes(a) * scale).to_bytes();
-            }
-        }
-        (Some(second), None) => {
-            for strip in strips(sums.len(), BYTES) {
-                let sources = first[strip.clone()].iter().zip(&second[strip.clone()]);
-                for (sum, (&a, &b)) in sums[strip].iter_mut().zip(sources) {
-                    *sum = ((T::from_bytes(a) + T::from_bytes(b)) * scale).to_bytes();
-                }
-            }
-        }
-        (Some(second), Some(third)) => {
-            for strip in strips(sums.len(), BYTES) {
-                let sources = first[strip.clone()].iter().zip(&second[strip.clone()]);
-                for (sum, (&a, &b)) in sums[strip].iter_mut().zip(sources) {
-                    *sum = (T::from_bytes(a) + T::from_bytes(b)).to_bytes();
-                }
-            }
-            let mut last = third;
-            while let Some(following) = next() {
-                for (sum, &value) in sums.iter_mut().zip(std::mem::replace(&mut last, following)) {
-                    *sum = (T::from_bytes(*sum) + T::from_bytes(value)).to_bytes();
-                }
-            }
-            for (sum, &value) in sums.iter_mut().zip(last) {
-                *sum = ((T::from_bytes(*sum) + T::from_bytes(value)) * scale).to_bytes();
-            }
-        }
+    // The last addition and the scaling are one pass, which is the only one where there are two ranks.
+    let scale_of = |last: bool| if last { scale } else { 1.0 };
+    let Some(second) = next() else {
+        scaled(dtype, first, scale, target);
+        // SAFETY: All of it was written.
+        return unsafe { target.assume_init_mut() };
+    };
+    let mut following = next();
+    added(dtype, [first, second], scale_of(following.is_none()), target);
+    // SAFETY: All of it was written.
+    let sums = unsafe { target.assume_init_mut() };
+    while let Some(source) = following {
+        following = next();
+        add_onto(dtype, source, scale_of(following.is_none()), sums);
     }
-    store.copy(sums.as_flattened(), target)
+    sums
 }
 
-/// All of `len` elements of `bytes` bytes, a strip of each half in turn: a core that reads two pages side by side fetches
-/// ahead in both.
-fn strips(len: usize, bytes: usize) -> impl Iterator<Item = Range<usize>> {
-    let (half, strip) = (len.div_ceil(2), STRIP_BYTES / bytes);
-    let of_half = move |from: usize, to: usize| from..(from + strip).min(to);
-    (0..half).step_by(strip).flat_map(move |at| {
-        let second = (half + at).min(len);
-        [of_half(at, half), of_half(second, len)]
-    })
+/// Writes `scale * source`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+fn scaled(dtype: Dtype, source: &[u8], scale: f64, target: &mut [MaybeUninit<u8>]) {
+    match dtype {
+        Dtype::F64 => each(source, target, |value: f64| value * scale),
+        _ => each(source, target, |value: f32| value * scale as f32),
+    }
+}
+
+/// Writes `scale * (a + b)`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+fn added(dtype: Dtype, sources: [&[u8]; 2], scale: f64, target: &mut [MaybeUninit<u8>]) {
+    match dtype {
+        Dtype::F64 => each_pair(sources, target, |a: f64, b| (a + b) * scale),
+        _ => each_pair(sources, target, |a: f32, b| (a + b) * scale as f32),
+    }
+}
+
+/// Makes each `sum` of `sums` to `scale * (sum + value)`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+fn add_onto(dtype: Dtype, source: &[u8], scale: f64, sums: &mut [u8]) {
+    match dtype {
+        Dtype::F64 => each_onto(source, sums, |sum: f64, value| (sum + value) * scale),
+        _ => each_onto(source, sums, |sum: f32, value| (sum + value) * scale as f32),
+    }
+}
+
+// Inlined into the functions above, so that they are compiled for each of their instruction sets.
+
+#[inline(always)]
+fn each<T: Element<BYTES>, const BYTES: usize>(source: &[u8], target: &mut [MaybeUninit<u8>], of: impl Fn(T) -> T) {
+    for (target, &a) in target.as_chunks_mut::<BYTES>().0.iter_mut().zip(source.as_chunks().0) {
+        *target = of(T::from_bytes(a)).to_bytes().map(MaybeUninit::new);
+    }
+}
+
+#[inline(always)]
+fn each_pair<T: Element<BYTES>, const BYTES: usize>(
+    sources: [&[u8]; 2],
+    target: &mut [MaybeUninit<u8>],
+    of: impl Fn(T, T) -> T,
+) {
+    let [first, second] = sources.map(|source| source.as_chunks::<BYTES>().0);
+    for (target, (&a, &b)) in target.as_chunks_mut::<BYTES>().0.iter_mut().zip(first.iter().zip(second)) {
+        *target = of(T::from_bytes(a), T::from_bytes(b)).to_bytes().map(MaybeUninit::new);
+    }
+}
+
+#[inline(always)]
+fn each_onto<T: Element<BYTES>, const BYTES: usize>(source: &[u8], sums: &mut [u8], of: impl Fn(T, T) -> T) {
+    for (sum, &value) in sums.as_chunks_mut::<BYTES>().0.iter_mut().zip(source.as_chunks().0) {
+        *sum = of(T::from_bytes(*sum), T::from_bytes(value)).to_bytes();
+    }
 }
 
 /// A type of two bytes.
@@ -146,7 +175,6 @@ const HALVES: usize = PIECE_BYTES / 2;
 fn write_half_sum_of<'a, 's, T: Half>(
     mut sources: impl Iterator<Item = &'s [u8]>,
     scale: f32,
-    store: Store,
     target: &'a mut [MaybeUninit<u8>],
 ) -> &'a mut [u8]
 where
@@ -169,7 +197,7 @@ where
     halves.convert_from_f32_slice(sums);
     let mut bytes = [[0; 2]; HALVES];
     bytes.iter_mut().zip(halves.iter()).for_each(|(bytes, half)| *bytes = half.to_bytes());
-    store.copy(bytes[..len].as_flattened(), target)
+    target.write_copy_of_slice(bytes[..len].as_flattened())
 }
 
 fn elements<const BYTES: usize>(source: &[u8], expected_bytes: usize) -> &[[u8; BYTES]] {
@@ -186,7 +214,7 @@ mod tests {
             sources.iter().map(|values| values.iter().flat_map(|v| v.to_ne_bytes()).collect()).collect();
         let mut target = vec![MaybeUninit::uninit(); bytes[0].len()];
         let reduce = Reduce { scale };
-        let written = write_sum(Dtype::F32, bytes.iter().map(Vec::as_slice), reduce, Store::Cached, &mut target);
+        let written = write_sum(Dtype::F32, bytes.iter().map(Vec::as_slice), reduce, &mut target);
         written.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect()
     }
 
@@ -195,16 +223,6 @@ mod tests {
         // (1e8 + 1) - 1e8 loses the 1; any order that cancels the large values first keeps it.
         assert_eq!(sum_f32(&[vec![1e8], vec![1.0], vec![-1e8]], 1.0), [0.0]);
         assert_eq!(sum_f32(&[vec![1e8], vec![-1e8], vec![1.0]], 1.0), [1.0]);
-    }
-
-    #[test]
-    fn every_element_is_in_one_strip() {
-        for len in [0, 1, 2, 31, 32, 33, 63, 64, 65, 1000, 2048] {
-            let mut elements: Vec<usize> = strips(len, 4).flatten().collect();
-            elements.sort_unstable();
-            assert_eq!(elements, (0..len).collect::<Vec<_>>());
-        }
-        assert_eq!(strips(2048, 4).take(3).collect::<Vec<_>>(), [0..32, 1024..1056, 32..64]);
     }
 
     #[test]
@@ -234,8 +252,7 @@ mod tests {
     fn sum_halves<T: Half>(dtype: Dtype, sources: &[T], scale: f64) -> T {
         let bytes: Vec<[u8; 2]> = sources.iter().map(|value| value.to_bytes()).collect();
         let mut target = vec![MaybeUninit::uninit(); 2];
-        let written =
-            write_sum(dtype, bytes.iter().map(<[u8; 2]>::as_slice), Reduce { scale }, Store::Streamed, &mut target);
+        let written = write_sum(dtype, bytes.iter().map(<[u8; 2]>::as_slice), Reduce { scale }, &mut target);
         T::from_bytes([written[0], written[1]])
     }
 

@@ -20,7 +20,6 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::comm::call::{Call, CallPart};
 use crate::comm::check::Member;
-use crate::comm::past_cache::Store;
 use crate::comm::shared::SharedTensors;
 use crate::comm::sum::write_sum;
 use crate::{
@@ -158,13 +157,7 @@ impl SocketRank {
             let start = if added.0 == part { added.1 } else { 0 };
             added = (part, start + target.len());
             let range = start..added.1;
-            write_sum(
-                parts[part].dtype,
-                sources.iter().map(|blocks| &blocks[part][range.clone()]),
-                reduce,
-                Store::Cached,
-                target,
-            )
+            write_sum(parts[part].dtype, sources.iter().map(|blocks| &blocks[part][range.clone()]), reduce, target)
         });
         Ok(Arc::new(block))
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::super::CommError;
 use super::super::shared::{PIECE_BYTES, Piece, WHOLE_RUNS, from_blocks, pieces};
-use super::super::{CommError, past_cache};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
@@ -28,18 +28,16 @@ impl Output {
         for (piece, target) in self.targets(rank, PIECE_BYTES) {
             fill(piece.tensor, piece.elements, target)?;
         }
-        past_cache::fence();
         Ok(())
     }
 
     /// Copies the blocks of `rank`, each given element after element: see
     /// [`SharedTensors::copy`](super::super::shared::SharedTensors::copy).
     pub(super) fn copy<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) {
-        let mut next = from_blocks(blocks, self.held.iter().map(|held| held.len()).sum());
+        let mut next = from_blocks(blocks);
         for (piece, target) in self.targets(rank, WHOLE_RUNS) {
             next(piece.tensor, target);
         }
-        past_cache::fence();
     }
 
     /// Where the blocks of `rank` belong, which is this one: piece by piece, once.

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 
 use super::super::call::{Call, CallPart};
-use super::super::past_cache::Store;
 use super::super::shared::SharedTensors;
 use super::super::sum::write_sum;
 use super::super::wire;
@@ -297,7 +296,6 @@ impl HostRank {
         }
         self.meet(op)?;
         let remote = self.receive_buffers(op, self.remote_ranks())?;
-        let store = Store::of_sum(parts.iter().map(|part| part.full.len()).sum());
         // Of this rank's block, over all parts.
         let mut done = 0;
         fill(&mut |part, elements, target| {
@@ -310,7 +308,7 @@ impl HostRank {
                 Some(local) => rounds.window(local, at, len),
                 None => &remote[&rank][done..done + len],
             };
-            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, store, target);
+            let written = write_sum(dtype, (0..domain.ranks.len()).map(source), reduce, target);
             done += len;
             Ok(written)
         })?;

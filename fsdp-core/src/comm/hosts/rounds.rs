@@ -12,7 +12,6 @@ use std::iter::Peekable;
 use std::sync::atomic::Ordering;
 
 use super::super::ReducePart;
-use super::super::past_cache::Store;
 use super::super::shared::{PIECE_BYTES, Piece, pieces};
 use super::domain::{Domain, Op};
 use crate::{CommError, ShardLayout};
@@ -136,7 +135,7 @@ impl<'a> Rounds<'a> {
                     num_bytes += next.num_bytes;
                 }
                 let source = &self.parts[tensor].full[first_byte..first_byte + num_bytes];
-                Store::Cached.copy(source, &mut target[used..used + num_bytes]);
+                target[used..used + num_bytes].write_copy_of_slice(source);
                 used += num_bytes;
             }
         }

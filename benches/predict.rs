@@ -3,6 +3,8 @@
 //! `cargo bench --bench predict`
 //! `cargo bench --bench predict -- --rounds 5 --ranks 2 --sizes 256x4`
 
+use std::thread;
+
 use burn::optim::AdamWConfig;
 use clap::Parser;
 use fsdp_benches::{GptShape, load_average, median};
@@ -32,10 +34,7 @@ struct Args {
     /// Ranks of the profile
     #[arg(long, default_value_t = 2)]
     profile_ranks: usize,
-    /// Threads of the single rank; 0: all processors
-    #[arg(long, default_value_t = 0)]
-    threads: usize,
-    /// Threads of each rank where there are several; 0: an even share of the processors
+    /// Threads of each rank, also of the single one from which it is predicted; 0: an even share of the processors
     #[arg(long, default_value_t = 0)]
     threads_per_rank: usize,
     #[arg(long, hide = true)]
@@ -73,20 +72,25 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let options = ProfileOptions { num_ranks: args.profile_ranks, max_bytes: 16 << 20, repetitions: 7 };
         let profile = Profile::measure(&options)?;
         for (index, shape) in shapes.iter().enumerate() {
-            let alone = config(1, Stage::Ddp, args.threads);
+            println!("round {round}, {}", args.sizes[index]);
             // The machine's speed drifts within a round: a case is predicted from the rank alone just before it and just after.
-            let mut before = typical(&args, *shape, &alone)?;
-            println!("round {round}, {}: alone {before:?}", args.sizes[index]);
+            let mut before: Option<(Alone, TypicalStep)> = None;
             for case in
                 cases.iter_mut().filter(|case| (case.shape.width, case.shape.layers) == (shape.width, shape.layers))
             {
                 let config = config(case.ranks, case.stage, args.threads_per_rank);
+                let threads = config.compute_threads(num_cores());
+                let alone = Alone { threads, copies: case.ranks.min(num_cores() / threads).max(1) };
+                let earlier = match before {
+                    Some((of, step)) if of == alone => step,
+                    _ => alone.typical(&args, *shape)?,
+                };
                 let measured_s = typical(&args, *shape, &config)?.step.wall_s;
-                let after = typical(&args, *shape, &alone)?;
-                let step = measured_step(shape, &alone, &between(before, after));
+                let later = alone.typical(&args, *shape)?;
+                let step = measured_step(shape, &alone.config(), &between(earlier, later));
                 case.predicted_s.push(predict(shape, &config, &profile, &step));
                 case.measured_s.push(measured_s);
-                before = after;
+                before = Some((alone, later));
             }
         }
         if round == 0 {
@@ -116,6 +120,40 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     println!("load average {}", load_average());
     Ok(())
+}
+
+/// A single rank, of which as many copies run at once as cores would be busy: a core whose neighbours compute is slower than
+/// one alone, by a tenth here.
+#[derive(Clone, Copy, PartialEq)]
+struct Alone {
+    threads: usize,
+    copies: usize,
+}
+
+impl Alone {
+    fn config(self) -> Config {
+        config(1, Stage::Ddp, self.threads)
+    }
+
+    /// What a step of the slowest copy takes.
+    fn typical(self, args: &Args, shape: GptShape) -> Result<TypicalStep, Error> {
+        let copies: Vec<_> = (0..self.copies)
+            .map(|_| {
+                let (args, config) = (args.clone(), self.config());
+                thread::spawn(move || typical(&args, shape, &config))
+            })
+            .collect();
+        let mut slowest: Option<TypicalStep> = None;
+        for copy in copies {
+            let mut step = copy.join().map_err(|_| Error::program("a copy panicked"))??;
+            // They were seconds of the process.
+            for work in [&mut step.step, &mut step.optimizer] {
+                work.cpu_s /= self.copies as f64;
+            }
+            slowest = slowest.filter(|other| other.step.wall_s > step.step.wall_s).or(Some(step));
+        }
+        slowest.ok_or_else(|| Error::program("there is no copy"))
+    }
 }
 
 /// As the example `train` runs by default.

@@ -24,6 +24,9 @@ pub struct Args {
     /// Number of ranks, in place of the configuration's
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
+    /// Compute threads of each rank, in place of the configuration's; 0 shares the cores evenly
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
     /// What ranks compute on, in place of the configuration's: flex, cuda, cuda:0, cpu
     #[arg(long, value_name = "DEVICE", value_parser = device)]
     pub device: Option<DeviceChoice>,
@@ -130,6 +133,9 @@ impl Args {
         if let Some(number) = self.stage {
             let stage = Stage::try_from(number);
             config.stage = stage.map_err(|error| Failure::Option { option: "--stage", problem: error.to_string() })?;
+        }
+        if let Some(threads) = self.threads {
+            config.threads_per_rank = threads;
         }
         if let Some(ranks) = self.ranks {
             config.world_size = ranks;

@@ -3,6 +3,7 @@
 //! Ranks are threads of this process (`threads`), or this process is one of several that a launcher has started (`process`).
 //! What both do with one rank is in `program`.
 
+mod memory;
 mod process;
 mod program;
 mod threads;
@@ -20,6 +21,9 @@ use crate::{Error, Rank};
 /// When a rank returns an error, panics, or is lost, the others end at their next collective, and the error of the rank that
 /// failed first is returned, by every process. A thread that does not end within the configured time limit after that is left
 /// behind.
+///
+/// glibc's allocator is told to keep what is freed, for the rest of the process, unless the environment has a setting for it
+/// (`MALLOC_..._`, `GLIBC_TUNABLES`) or state is on a disk: a quarter of a step in a small GPT, and no more memory at its peak.
 ///
 /// Processes talk over MPI where `mpirun` has started them and the feature `mpi` is on, else over sockets. They prove to each
 /// other that they belong together by a secret, `FSDP_SECRET`, which must be the same for all; over MPI it is made by rank 0.
@@ -68,7 +72,13 @@ where
     config.validate()?;
     tracing::info!("{started}");
     match &started {
-        Started::Threads => threads::launch(config, options, program),
-        Started::Process(process) => process::launch(config, process, options, program),
+        Started::Threads => {
+            memory::keep_freed(&config, config.world_size);
+            threads::launch(config, options, program)
+        }
+        Started::Process(process) => {
+            memory::keep_freed(&config, 1);
+            process::launch(config, process, options, program)
+        }
     }
 }

@@ -86,7 +86,8 @@ impl Transformer {
     ///
     /// These are the places of a step where most is held, found by looking at the largest live allocations of runs on Burn's
     /// Flex backend, on a device with balanced gradient checkpointing. Scores are held whole, as by an attention that is not
-    /// fused; logits are float32 in every precision. See [Note: Where a step holds most].
+    /// fused; each matrix is multiplied with all positions at once, as the example's model does, or its gradient would be held
+    /// once for each sample; logits are float32 in every precision. See [Note: Where a step holds most].
     pub fn activations(&self, batch: usize, precision: ComputePrecision) -> Activations {
         let Sizes { vectors, scores, logits, .. } = self.sizes(batch);
         let [mlp, attention] = [self.perceptron(batch), self.attention(batch)];
@@ -100,7 +101,7 @@ impl Transformer {
         };
         let below = layers.saturating_sub(1);
         let embedded = vectors + self.sizes(1).vectors;
-        let head = self.gradient_len(batch, self.width, self.vocabulary);
+        let head = product(self.width as u128, self.vocabulary as u128);
         let element_bytes = u128::from(precision.element_bytes());
         let phase = |elements: u128, float32: u128, twice: u128| Phase {
             bytes: element_bytes.saturating_mul(elements).saturating_add(4 * float32),
@@ -137,7 +138,7 @@ impl Transformer {
     /// more, gradients of its input and output, and the matrix's own gradient.
     fn perceptron(&self, batch: usize) -> Part {
         let Sizes { vectors, scores, .. } = self.sizes(batch);
-        let gradient = self.gradient_len(batch, self.width.saturating_mul(4), self.width);
+        let gradient = product(4 * self.width as u128, self.width as u128);
         Part { elements: 19 * vectors + scores + 2 * gradient, twice: gradient }
     }
 
@@ -153,23 +154,14 @@ impl Transformer {
         let [batch, width, heads, sequence, vocabulary] =
             [batch, self.width, self.heads, self.sequence, self.vocabulary].map(|size| size as u128);
         let tokens = batch.saturating_mul(sequence);
-        let product = |size: u128| tokens.saturating_mul(size).min(MOST);
-        Sizes { vectors: product(width), scores: product(heads.saturating_mul(sequence)), logits: product(vocabulary) }
+        let of_each = |size: u128| product(tokens, size);
+        Sizes { vectors: of_each(width), scores: of_each(heads.saturating_mul(sequence)), logits: of_each(vocabulary) }
     }
+}
 
-    /// Elements of the gradient of a matrix before it is summed over the samples, as Burn computes it: one for each sample,
-    /// unless their rows are merged, which its policy does for rows that fill no tile of 32.
-    fn gradient_len(&self, batch: usize, from: usize, to: usize) -> u128 {
-        let (rows, merged) = (self.sequence, batch.saturating_mul(self.sequence));
-        // How square an output is: the smaller of its sides by the larger.
-        let is_squarer = {
-            let of = |rows: usize| rows.min(to) as f64 / rows.max(to).max(1) as f64;
-            of(merged) > of(rows)
-        };
-        let merges = !rows.is_multiple_of(32) && is_squarer;
-        let copies = if merges { 1 } else { batch };
-        (copies as u128).saturating_mul(from as u128).saturating_mul(to as u128).min(MOST)
-    }
+/// Elements of a matrix.
+fn product(rows: u128, columns: u128) -> u128 {
+    rows.saturating_mul(columns).min(MOST)
 }
 
 /// What a product of sizes is at most, so that sums of them for all blocks can still be counted.
@@ -246,32 +238,31 @@ mod tests {
     #[test]
     fn most_is_held_where_the_sizes_say() {
         let model = Transformer { layers: 4, width: 128, heads: 4, sequence: 64, vocabulary: 256, recompute: false };
-        // Vectors and scores of four samples, and the gradient of a perceptron's matrix for each of them, in bytes.
-        let (v, s, gradient) = (4 * 4 * 64 * 128, 4 * 4 * 4 * 64 * 64, 4 * 4 * 4 * 128 * 128);
+        // Vectors and scores of four samples, and the gradient of a perceptron's matrix, in bytes.
+        let (v, s, gradient) = (4 * 4 * 64 * 128, 4 * 4 * 4 * 64 * 64, 4 * 4 * 128 * 128);
         let of = |model: Transformer| {
             let graph = model.layers as u64 * GRAPH_BYTES as u64;
             let found = model.activations(4, ComputePrecision::F32);
             (found.begin_bytes - graph, found.last_bytes - graph, found.transient_bytes)
         };
-        let last = 19 * v + s + 2 * gradient;
-        assert_eq!(of(model), (3 * (10 * v + s) + last, last, gradient));
+        let (last, logits) = (19 * v + s + 2 * gradient, 4 * 4 * 64 * 256);
+        // With few blocks where backward begins, with more where forward ends.
+        let shallow = Transformer { layers: 2, ..model };
+        assert_eq!(of(shallow), ((10 * v + s) + last, last, gradient));
+        assert_eq!(of(model), (v + v / 4 + 4 * (10 * v + 2 * s) + 3 * logits, last, 0));
         // With recomputation blocks keep their input.
         assert_eq!(of(Transformer { recompute: true, ..model }).0, 3 * v + last);
-        // With a large vocabulary, in the backward of the head, or where the width is small, in the loss.
-        let words = Transformer { vocabulary: 8192, ..model };
-        let (logits, head) = (4 * 4 * 64 * 8192, 4 * 4 * 128 * 8192);
-        assert_eq!(of(words).0, 4 * (10 * v + s) + v + v / 4 + 2 * v + logits + 2 * head);
-        let narrow = Transformer { width: 64, ..words };
-        let half = v / 2;
-        assert_eq!(of(narrow).0, 4 * (10 * half + 2 * s) + half + half / 4 + 3 * logits);
+        // With a large vocabulary, in the backward of the head, or where the width is less than the tokens, in the loss.
+        let words = Transformer { vocabulary: 8192, sequence: 16, ..model };
+        let (v16, s16, logits, head) = (v / 4, s / 16, 4 * 4 * 16 * 8192, 4 * 128 * 8192);
+        assert_eq!(of(words).0, 4 * (10 * v16 + s16) + v16 + v16 / 4 + 2 * v16 + logits + 2 * head);
+        let narrow = Transformer { width: 32, ..words };
+        let quarter = v16 / 4;
+        assert_eq!(of(narrow).0, 4 * (10 * quarter + 2 * s16) + quarter + quarter / 4 + 3 * logits);
         // With long sequences, in attention.
         let long = Transformer { layers: 1, sequence: 1024, ..model };
         let (v, s) = (16 * v, 256 * s);
         assert_eq!(of(long), (6 * v + 5 * s + 4 * 9 * 128 * 128, 6 * v + 5 * s + 4 * 9 * 128 * 128, s));
-        // Rows that fill no tile are merged: the gradient is made once.
-        let odd = Transformer { sequence: 31, layers: 1, ..model };
-        let (v, s) = (4 * 4 * 31 * 128, 4 * 4 * 4 * 31 * 31);
-        assert_eq!(of(odd).1, 19 * v + s + 2 * gradient / 4);
     }
 
     #[test]

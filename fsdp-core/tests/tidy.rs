@@ -174,8 +174,8 @@ fn nothing_is_left_for_later() {
 /// kernel fills while no call waits for it.
 const UNSAFE_FILES: [&str; 15] = [
     "benches/memory.rs",
-    // Stores past the caches.
-    "fsdp-core/src/comm/past_cache.rs",
+    // A setting of the allocator.
+    "fsdp-burn/src/launch/memory.rs",
     "fsdp-core/src/comm/pool.rs",
     "fsdp-core/src/comm/shared.rs",
     "fsdp-core/src/tier/uring.rs",

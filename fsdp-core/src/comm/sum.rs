@@ -67,79 +67,49 @@ fn write_full_sum<'a, 's>(
 ) -> &'a mut [u8] {
     let len_bytes = target.len();
     let mut next = || {
-        sources.next().inspect(|source| assert_eq!(source.len(), len_bytes, "every rank's range has the same length"))
+        let source = sources.next()?;
+        assert_eq!(source.len(), len_bytes, "every rank's range has the same length");
+        Some(source)
     };
-    let first = next().expect("a sum has at least one rank");
-    // The last addition and the scaling are one pass, which is the only one where there are two ranks.
-    let scale_of = |last: bool| if last { scale } else { 1.0 };
-    let Some(second) = next() else {
-        scaled(dtype, first, scale, target);
-        // SAFETY: All of it was written.
-        return unsafe { target.assume_init_mut() };
-    };
-    let mut following = next();
-    added(dtype, [first, second], scale_of(following.is_none()), target);
-    // SAFETY: All of it was written.
-    let sums = unsafe { target.assume_init_mut() };
+    let (first, mut following) = (next().expect("a sum has at least one rank"), next());
+    let sums = target.write_copy_of_slice(first);
+    if following.is_none() {
+        scale_all(dtype, scale, sums);
+    }
     while let Some(source) = following {
         following = next();
-        add_onto(dtype, source, scale_of(following.is_none()), sums);
+        // The last addition and the scaling are one pass.
+        add(dtype, source, if following.is_none() { scale } else { 1.0 }, sums);
     }
     sums
 }
 
-/// Writes `scale * source`.
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-fn scaled(dtype: Dtype, source: &[u8], scale: f64, target: &mut [MaybeUninit<u8>]) {
-    match dtype {
-        Dtype::F64 => each(source, target, |value: f64| value * scale),
-        _ => each(source, target, |value: f32| value * scale as f32),
-    }
-}
-
-/// Writes `scale * (a + b)`.
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-fn added(dtype: Dtype, sources: [&[u8]; 2], scale: f64, target: &mut [MaybeUninit<u8>]) {
-    match dtype {
-        Dtype::F64 => each_pair(sources, target, |a: f64, b| (a + b) * scale),
-        _ => each_pair(sources, target, |a: f32, b| (a + b) * scale as f32),
-    }
-}
-
 /// Makes each `sum` of `sums` to `scale * (sum + value)`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-fn add_onto(dtype: Dtype, source: &[u8], scale: f64, sums: &mut [u8]) {
+fn add(dtype: Dtype, source: &[u8], scale: f64, sums: &mut [u8]) {
     match dtype {
-        Dtype::F64 => each_onto(source, sums, |sum: f64, value| (sum + value) * scale),
-        _ => each_onto(source, sums, |sum: f32, value| (sum + value) * scale as f32),
+        Dtype::F64 => each(source, sums, |sum: f64, value| (sum + value) * scale),
+        _ => each(source, sums, |sum: f32, value| (sum + value) * scale as f32),
     }
 }
 
-// Inlined into the functions above, so that they are compiled for each of their instruction sets.
-
+/// Inlined, so that it is compiled for each of the caller's instruction sets.
 #[inline(always)]
-fn each<T: Element<BYTES>, const BYTES: usize>(source: &[u8], target: &mut [MaybeUninit<u8>], of: impl Fn(T) -> T) {
-    for (target, &a) in target.as_chunks_mut::<BYTES>().0.iter_mut().zip(source.as_chunks().0) {
-        *target = of(T::from_bytes(a)).to_bytes().map(MaybeUninit::new);
-    }
-}
-
-#[inline(always)]
-fn each_pair<T: Element<BYTES>, const BYTES: usize>(
-    sources: [&[u8]; 2],
-    target: &mut [MaybeUninit<u8>],
-    of: impl Fn(T, T) -> T,
-) {
-    let [first, second] = sources.map(|source| source.as_chunks::<BYTES>().0);
-    for (target, (&a, &b)) in target.as_chunks_mut::<BYTES>().0.iter_mut().zip(first.iter().zip(second)) {
-        *target = of(T::from_bytes(a), T::from_bytes(b)).to_bytes().map(MaybeUninit::new);
-    }
-}
-
-#[inline(always)]
-fn each_onto<T: Element<BYTES>, const BYTES: usize>(source: &[u8], sums: &mut [u8], of: impl Fn(T, T) -> T) {
+fn each<T: Element<BYTES>, const BYTES: usize>(source: &[u8], sums: &mut [u8], of: impl Fn(T, T) -> T) {
     for (sum, &value) in sums.as_chunks_mut::<BYTES>().0.iter_mut().zip(source.as_chunks().0) {
         *sum = of(T::from_bytes(*sum), T::from_bytes(value)).to_bytes();
+    }
+}
+
+/// Makes each `sum` of `sums` to `scale * sum`.
+fn scale_all(dtype: Dtype, scale: f64, sums: &mut [u8]) {
+    match dtype {
+        Dtype::F64 => {
+            sums.as_chunks_mut().0.iter_mut().for_each(|sum| *sum = (f64::from_bytes(*sum) * scale).to_bytes())
+        }
+        _ => {
+            sums.as_chunks_mut().0.iter_mut().for_each(|sum| *sum = (f32::from_bytes(*sum) * scale as f32).to_bytes());
+        }
     }
 }
 

@@ -1,36 +1,28 @@
 //! Keeps what tensors free for the next ones.
 //!
 //! Each op of a step frees tensors and makes others of the same sizes. glibc gives large ones back to the system as soon as
-//! they are freed, and the system clears every page of the next one: in a small GPT on two cores that is a quarter of a step.
+//! they are freed, and the system clears every page of the next one: in a small GPT on two cores that is a sixth of a step.
 
 use std::env;
 
 use fsdp_core::Config;
 
-/// Ranks of a process that share one heap. glibc gives threads heaps of their own, of 64 MiB, and gives each back as soon as it is
-/// empty; a shared one is kept, and smaller than all of them. A rank allocates some ten thousand times a second and holds the
-/// heap's lock for less than a microsecond, so more ranks than these would begin to wait for each other.
-const RANKS_OF_A_HEAP: usize = 8;
+/// What is kept: single tensors of up to 32 MiB, which is the most that glibc takes, and so much at the end of each of its heaps.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const KEPT: [(i32, i32); 2] = [(libc::M_MMAP_THRESHOLD, 32 << 20), (libc::M_TRIM_THRESHOLD, 256 << 20)];
 
-/// Lets glibc's allocator keep freed memory, for the rest of the process, of which so many threads are ranks.
+/// Lets glibc's allocator keep freed memory, for the rest of the process.
 ///
 /// Leaves it alone where the environment says how it should be, and where state is on a disk: there memory is scarcer than
 /// time. Another allocator does not notice.
-pub(super) fn keep_freed(config: &Config, num_ranks: usize) {
+pub(super) fn keep_freed(config: &Config) {
     if config.offload.nvme_path.is_some() || env::vars_os().any(|(name, _)| is_setting(&name.to_string_lossy())) {
         return;
     }
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        // Single tensors of up to 32 MiB, which is the most that glibc takes, and what is free at the end of a heap.
-        let mut settings = vec![(libc::M_MMAP_THRESHOLD, 32 << 20), (libc::M_TRIM_THRESHOLD, 256 << 20)];
-        if num_ranks <= RANKS_OF_A_HEAP {
-            settings.push((libc::M_ARENA_MAX, 1));
-        }
-        for (setting, value) in settings {
-            // SAFETY: The function takes plain numbers, at any time and on any thread.
-            unsafe { libc::mallopt(setting, value) };
-        }
+    for (setting, bytes) in KEPT {
+        // SAFETY: The function takes plain numbers, at any time and on any thread.
+        unsafe { libc::mallopt(setting, bytes) };
     }
 }
 
@@ -60,7 +52,7 @@ mod tests {
     #[test]
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     fn memory_that_is_freed_is_there_for_the_next_tensor() {
-        keep_freed(&Config::default(), 2);
+        keep_freed(&Config::default());
         let fill = || assert!(std::hint::black_box(vec![1_u8; 16 << 20]).iter().all(|&byte| byte == 1));
         fill();
         let before = num_faults();

@@ -23,7 +23,7 @@ use crate::{Error, Rank};
 /// behind.
 ///
 /// glibc's allocator is told to keep what is freed, for the rest of the process, unless the environment has a setting for it
-/// (`MALLOC_..._`, `GLIBC_TUNABLES`) or state is on a disk: a quarter of a step in a small GPT, and no more memory at its peak.
+/// (`MALLOC_..._`, `GLIBC_TUNABLES`) or state is on a disk: a sixth of a step in a small GPT, and no more memory at its peak.
 ///
 /// Processes talk over MPI where `mpirun` has started them and the feature `mpi` is on, else over sockets. They prove to each
 /// other that they belong together by a secret, `FSDP_SECRET`, which must be the same for all; over MPI it is made by rank 0.
@@ -71,14 +71,9 @@ where
     let config = config.for_started(&started);
     config.validate()?;
     tracing::info!("{started}");
+    memory::keep_freed(&config);
     match &started {
-        Started::Threads => {
-            memory::keep_freed(&config, config.world_size);
-            threads::launch(config, options, program)
-        }
-        Started::Process(process) => {
-            memory::keep_freed(&config, 1);
-            process::launch(config, process, options, program)
-        }
+        Started::Threads => threads::launch(config, options, program),
+        Started::Process(process) => process::launch(config, process, options, program),
     }
 }

@@ -1,8 +1,10 @@
-/* Loaded into a program with LD_PRELOAD, it makes each of its threads let others run after every 14 us of computing.
+/* Loaded into a program with LD_PRELOAD, it makes each of its threads let others run after every 50 us of computing.
  *
  * Kernels of GPUs that are compiled for the processor have a thread for each of their units, eight for a matrix product, which
  * wait for each other in loops. On a machine with fewer cores, whoever waits keeps a core from the one it waits for until the
  * system takes it away, 4 ms later; a product of a few numbers waits a thousand times. That is seconds instead of milliseconds.
+ * The time must be longer than what the interruption itself takes, or nothing else is done: some virtual machines are that slow at
+ * 14 us, and between 50 us and 100 us makes little difference.
  *
  * A timer of the thread's own time (see perf_event_open(2)) is passed on to all threads that it starts. Where the system
  * refuses it, the program runs on without, and says so.
@@ -26,7 +28,7 @@ __attribute__((constructor)) static void begin(void) {
         .type = PERF_TYPE_SOFTWARE,
         .size = sizeof(timer),
         .config = PERF_COUNT_SW_TASK_CLOCK,
-        .sample_period = 14000,
+        .sample_period = 50000,
         .inherit = 1,
         .inherit_thread = 1,
         .exclude_kernel = 1,

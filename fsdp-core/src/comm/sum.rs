@@ -1,7 +1,6 @@
 //! Adds the ranks' values of one range of elements, in the order of ranks. See [Note: Order of a sum].
 
 use std::mem::MaybeUninit;
-use std::ops::{Add, Mul};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -31,7 +30,7 @@ pub(crate) fn write_sum<'a, 's>(
 }
 
 /// An element type of `BYTES` bytes that can be added.
-trait Element<const BYTES: usize>: Copy + Add<Output = Self> + Mul<Output = Self> {
+trait Element<const BYTES: usize> {
     fn from_bytes(bytes: [u8; BYTES]) -> Self;
     fn to_bytes(self) -> [u8; BYTES];
 }

@@ -243,6 +243,7 @@ impl<M: Module> ShardedModel<M> {
             }
         }
         self.agree("put parameters on the disk", self.load_away_blocks(&checkpoint))?;
+        engine.place_all()?;
         self.restore(read.buffers);
         optimizer.load_records(&engine, read.records);
         let restored = self.load_away_states(&checkpoint, optimizer);

@@ -7,10 +7,12 @@ use fsdp_core::Exchange;
 use fsdp_core::{Axis, CommError, CommStream, Communicator, Mesh};
 
 /// Gathers and reductions each have an order of their own and a thread that executes it, so that a gather never waits
-/// behind a reduction. Control messages run on the caller's thread.
+/// behind a reduction. Placing and control messages run on the caller's thread.
 pub(crate) struct Links {
     /// All-gathers over the shard axis.
     pub(crate) gather: CommStream,
+    /// Where blocks are placed for gathers without a copy, by the rank's own thread.
+    pub(crate) place: Arc<dyn Communicator>,
     /// All-gathers in backward, on the same thread: over the neighbours that a unit stays cut over after forward, where these
     /// are not all of the shard axis.
     pub(crate) regather: Option<Arc<dyn Communicator>>,
@@ -50,6 +52,7 @@ impl Links {
         let reduce_world = world.channel("reduce over the world")?;
         Ok(Self {
             gather: CommStream::new(over_shards("gather")?, "gather")?,
+            place: over_shards("place")?,
             regather,
             reduce: CommStream::new(reduce_world.clone(), "reduce")?,
             reduce_shard: over_shards("reduce over shards")?,

@@ -147,6 +147,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
                 Stored::Away(slot) => engine.set_block_slot(param, slot),
             }
         }
+        engine.place_all()?;
         if rank.is_main() {
             tracing::info!("{}", engine.precision_summary());
         }

@@ -235,7 +235,10 @@ impl ShardedOptimizer {
             for action in engine.step_actions() {
                 match action {
                     Action::Step(unit) => {
-                        engine.stepping(unit, || self.step_unit(&lr, &engine, &entries, unit, factor))?;
+                        engine.stepping(unit, || {
+                            self.step_unit(&lr, &engine, &entries, unit, factor)?;
+                            engine.place(unit)
+                        })?;
                     }
                     other => {
                         self.move_state(&engine, other)?;

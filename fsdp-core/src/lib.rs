@@ -89,7 +89,7 @@ pub use action::{Action, PrefetchDepth, UnitIndex, UnitTiers, UnitTraits};
 pub use comm::hosts;
 pub use comm::{
     AbortCause, CommError, CommStream, Communicator, Control, Fault, FaultPlan, Faulty, GatherPart, Issued, LocalWorld,
-    LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, Recorder, Reduce, ReducePart, Timing, Traffic,
+    LoggedOp, OpCount, OpKind, OpTag, Pending, Phase, PlacedPart, Recorder, Reduce, ReducePart, Timing, Traffic,
 };
 pub use config::{
     Accumulate, Buffers, Config, ConfigError, ConfigKey, DeviceChoice, Exchange, Fate, GradientReduction, Location,

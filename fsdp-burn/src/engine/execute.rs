@@ -25,11 +25,17 @@ impl Engine {
                 #[cfg(any(feature = "cuda", feature = "cpu"))]
                 Action::Gather(unit) if self.links.devices.is_some() => self.start_exchange(state, unit)?,
                 Action::Gather(unit) => {
-                    let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
-                    let part = |param| self.rounded_part(param, self.take_stored(state, param)?);
-                    let parts = params.into_iter().map(part).collect::<Result<Vec<_>, Error>>()?;
                     let phase = if state.in_backward { Phase::Backward } else { Phase::Forward };
-                    let pending = self.links.gather.all_gather(self.tag(state, phase, unit), parts);
+                    let tag = self.tag(state, phase, unit);
+                    let pending = match self.placed(state, unit) {
+                        Some(parts) => self.links.gather.gather_placed(tag, parts),
+                        None => {
+                            let params: Vec<_> = self.cut_params(unit).map(|(param, _)| param).collect();
+                            let part = |param| self.rounded_part(param, self.take_stored(state, param)?);
+                            let parts = params.into_iter().map(part).collect::<Result<Vec<_>, Error>>()?;
+                            self.links.gather.all_gather(tag, parts)
+                        }
+                    };
                     state.units[unit].gathered = Gathered::UnderWay(pending);
                     state.held.gathered += self.plan.gathered_bytes(unit, &self.dtypes.compute);
                     state.note();

@@ -12,6 +12,7 @@ mod missing;
 mod observe;
 #[cfg(any(feature = "cuda", feature = "cpu"))]
 mod on_device;
+mod place;
 mod settings;
 mod stored;
 mod sum;
@@ -28,8 +29,8 @@ use burn::tensor::TensorData;
 use bytes::Bytes;
 use fsdp_core::{
     AbortCause, Accumulate, Action, Communicator, Dtype, GatherPart, GradientReduction, LossScaler, OpTag, Pending,
-    Phase, Plan, PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, ShardLayout, SpanKind, Trace,
-    UnitIndex,
+    Phase, PlacedPart, Plan, PlannedParam, PrecisionConfig, PrefetchDepth, Reduce, Schedule, ShardLayout, SpanKind,
+    Trace, UnitIndex,
 };
 
 pub use observe::EngineStats;
@@ -85,6 +86,8 @@ struct State {
     schedule: Schedule,
     /// By parameter: this rank's block, or the whole parameter where that is resident. Empty while it lies in a tier.
     stored: Vec<Block>,
+    /// By parameter: the same block, where all ranks of the host read the whole. See [Note: Gathers without a copy].
+    placed: Vec<Option<PlacedPart>>,
     /// By parameter: what the optimizer steps, where that is not what is stored. See [Note: Masters and what is computed
     /// with].
     masters: Vec<Option<Block>>,
@@ -201,6 +204,7 @@ impl Engine {
         let state = State {
             schedule,
             stored: vec![Block::nothing(); num_params],
+            placed: vec![None; num_params],
             masters: vec![None; num_params],
             lent: vec![None; num_params],
             local: (0..num_params).map(|_| None).collect(),

@@ -12,6 +12,7 @@ impl State {
     pub(super) fn store(&mut self, param: usize, block: Block) {
         self.held.stored = self.held.stored - self.stored[param].size_bytes() + block.size_bytes();
         self.stored[param] = block;
+        self.placed[param] = None;
     }
 
     pub(super) fn keep_master(&mut self, param: usize, block: Block) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::{AbortCause, CommError, Communicator, GatherPart, OpTag, Reduce, ReducePart};
+use super::{AbortCause, CommError, Communicator, GatherPart, OpTag, PlacedPart, Reduce, ReducePart};
 use crate::{Link, ShardLayout};
 
 /// How often a rank that lost an operation looks whether the others have given up.
@@ -144,6 +144,18 @@ impl Communicator for Faulty {
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         let moved = |_: &_| parts.iter().map(|part| self.one_way_bytes(&part.layout, part.elem_bytes)).sum();
         self.run(tag, moved, || self.inner.all_gather(tag, parts))
+    }
+
+    /// Over the link that it imitates, ranks share no memory.
+    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        match self.shared.plan.link {
+            Some(_) => Ok(None),
+            None => self.run(tag, |_| 0, || self.inner.place(tag, part)),
+        }
+    }
+
+    fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        self.run(tag, |_| 0, || self.inner.gather_placed(tag, parts))
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {

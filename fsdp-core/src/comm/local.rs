@@ -15,10 +15,11 @@ use bytes::Bytes;
 use super::awake::stay_awake;
 use super::call::{Call, CallPart};
 use super::check::Member;
+use super::placed::{PlacedPart, Whole};
 use super::pool::Pool;
 use super::shared::SharedTensors;
 use super::sum::write_sum;
-use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
+use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart, not_placed};
 use crate::ShardLayout;
 
 /// A world of ranks in one process.
@@ -140,6 +141,74 @@ impl Domain {
         drop(domains);
         domain
     }
+
+    /// Lets `rank`, a number of this domain, wait until `ready` holds for all ranks, or the world has ended, or the timeout has
+    /// passed. `all` tells the same as `ready` for all ranks; errors name the operation, by its kind and tag.
+    fn wait<'s>(
+        &self,
+        rank: usize,
+        slot: &'s Slot,
+        (kind, tag): (OpKind, &OpTag),
+        all: &AtomicBool,
+        ready: impl Fn(&SlotState, usize) -> bool,
+    ) -> Result<MutexGuard<'s, SlotState>, CommError> {
+        let Domain { world, ranks, .. } = self;
+        let rank = ranks[rank];
+        let start = Instant::now();
+        while !all.load(Ordering::Acquire) && start.elapsed() < world.awake {
+            std::hint::spin_loop();
+        }
+        let mut state = lock(&slot.state);
+        loop {
+            let missing: Vec<usize> = (0..ranks.len()).filter(|&rank| !ready(&state, rank)).collect();
+            if missing.is_empty() {
+                return Ok(state);
+            }
+            world.check_alive(rank)?;
+            let missing: Vec<usize> = missing.into_iter().map(|rank| ranks[rank]).collect();
+            let tag = || tag.clone();
+            let left: Vec<usize> = lock(&world.left).iter().copied().filter(|rank| missing.contains(rank)).collect();
+            let remaining = world.timeout.checked_sub(start.elapsed());
+            let error = match remaining {
+                _ if !left.is_empty() => CommError::Left { rank, kind, tag: tag(), left },
+                None => CommError::Timeout { rank, kind, tag: tag(), waited: world.timeout, missing },
+                Some(remaining) => {
+                    state.num_asleep += 1;
+                    let woken = slot.changed.wait_timeout(state, remaining);
+                    state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                    state.num_asleep -= 1;
+                    continue;
+                }
+            };
+            drop(state);
+            let ours = AbortCause::Collective(Box::new(error.clone()));
+            let cause = world.abort(ours.clone());
+            return Err(if *cause == ours { error } else { CommError::ended(rank, cause) });
+        }
+    }
+}
+
+/// A tensor in which threads place their blocks, as one of them knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct PlacedInThreads {
+    domain: Arc<Domain>,
+    /// Number in the domain.
+    rank: usize,
+    slot: Arc<Slot>,
+}
+
+impl PlacedInThreads {
+    pub(super) fn is_complete(&self) -> bool {
+        self.slot.all_filled.load(Ordering::Acquire)
+    }
+
+    /// The whole tensor, once all ranks have placed their blocks.
+    fn wait(&self, tag: &OpTag) -> Result<Bytes, CommError> {
+        let Self { domain, rank, slot } = self;
+        let filled = |state: &SlotState, rank: usize| state.filled[rank];
+        let state = domain.wait(*rank, slot, (OpKind::GatherPlaced, tag), &slot.all_filled, filled)?;
+        Ok(state.output().views().remove(0))
+    }
 }
 
 /// One operation under way.
@@ -164,6 +233,13 @@ struct SlotState {
     filled: Vec<bool>,
     num_asleep: usize,
     num_left: usize,
+}
+
+impl SlotState {
+    /// The tensors that all ranks fill.
+    fn output(&self) -> &Arc<SharedTensors> {
+        self.output.as_ref().expect("the first rank to arrive allocates the output of this kind")
+    }
 }
 
 impl Slot {
@@ -219,8 +295,9 @@ impl LocalRank {
         match &state.first {
             None => {
                 if shared {
-                    // A gathered unit lives briefly, and the next one takes its place. Gradients live until the step.
-                    let pool = (call.kind == OpKind::AllGather).then_some(&world.pool);
+                    // A gathered unit lives briefly, and the next one takes its place; so does a block that is stepped.
+                    // Gradients live until the step.
+                    let pool = matches!(call.kind, OpKind::AllGather | OpKind::Place).then_some(&world.pool);
                     state.output = Some(Arc::new(SharedTensors::whole(pool, world_size, call.tensors())));
                 }
                 state.first = Some((world_rank, call));
@@ -306,6 +383,31 @@ impl Communicator for LocalRank {
         Ok(output.views())
     }
 
+    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        let parts = std::slice::from_ref(part);
+        self.member().check_gather(tag, parts)?;
+        let GatherPart { shard, layout, elem_bytes } = part;
+        if !PlacedPart::can_hold(layout) {
+            return Ok(None);
+        }
+        let visit = self.arrive(Call::new(OpKind::Place, tag).gather(parts), Vec::new(), true)?;
+        let shard = visit.output().place(self.rank, [&shard[..]]).remove(0);
+        visit.tell_filled();
+        let placed = PlacedInThreads { domain: self.domain.clone(), rank: self.rank, slot: visit.slot.clone() };
+        Ok(Some(PlacedPart::new(shard, layout.clone(), *elem_bytes, Whole::Threads(placed))))
+    }
+
+    fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        let rank = self.member().world_rank;
+        self.domain.world.check_alive(rank)?;
+        let whole = |part: &PlacedPart| match part.whole() {
+            Whole::Threads(placed) => placed.wait(tag),
+            #[cfg(target_os = "linux")]
+            Whole::Processes(_) => Err(not_placed(rank, tag)),
+        };
+        parts.iter().map(whole).collect()
+    }
+
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
         self.member().check_reduce(tag, parts)?;
         self.reduce(Call::new(OpKind::ReduceScatter, tag).reduce(parts, reduce), parts, reduce)
@@ -385,7 +487,7 @@ struct Visit<'a> {
 impl Visit<'_> {
     /// The tensors that all ranks fill.
     fn output(&self) -> Arc<SharedTensors> {
-        lock(&self.slot.state).output.clone().expect("the first rank to arrive allocates the output of this kind")
+        lock(&self.slot.state).output().clone()
     }
 
     /// Waits until all ranks have arrived; returns what each brought.
@@ -394,57 +496,28 @@ impl Visit<'_> {
         Ok(state.inputs.iter().flatten().cloned().collect())
     }
 
-    /// Tells that this rank has filled its blocks, and waits until all ranks have.
-    fn wait_for_output(&self) -> Result<(), CommError> {
+    /// Tells that this rank has filled its blocks.
+    fn tell_filled(&self) {
         let mut state = lock(&self.slot.state);
         state.filled[self.rank.rank] = true;
         if state.filled.iter().all(|&filled| filled) {
             self.slot.tell(&state, &self.slot.all_filled);
         }
-        drop(state);
+    }
+
+    /// The same, and waits until all ranks have.
+    fn wait_for_output(&self) -> Result<(), CommError> {
+        self.tell_filled();
         self.wait(&self.slot.all_filled, |state, rank| state.filled[rank]).map(drop)
     }
 
-    /// Waits until `ready` holds for all ranks, or the world has ended, or the timeout has passed. `all` tells the same as
-    /// `ready` for all ranks.
+    /// As [`Domain::wait`], in this slot.
     fn wait(
         &self,
         all: &AtomicBool,
         ready: impl Fn(&SlotState, usize) -> bool,
     ) -> Result<MutexGuard<'_, SlotState>, CommError> {
-        let Domain { world, ranks, .. } = &*self.rank.domain;
-        let rank = ranks[self.rank.rank];
-        let start = Instant::now();
-        while !all.load(Ordering::Acquire) && start.elapsed() < world.awake {
-            std::hint::spin_loop();
-        }
-        let mut state = lock(&self.slot.state);
-        loop {
-            let missing: Vec<usize> = (0..ranks.len()).filter(|&rank| !ready(&state, rank)).collect();
-            if missing.is_empty() {
-                return Ok(state);
-            }
-            world.check_alive(rank)?;
-            let missing: Vec<usize> = missing.into_iter().map(|rank| ranks[rank]).collect();
-            let (kind, tag) = (self.kind, || self.tag.clone());
-            let left: Vec<usize> = lock(&world.left).iter().copied().filter(|rank| missing.contains(rank)).collect();
-            let remaining = world.timeout.checked_sub(start.elapsed());
-            let error = match remaining {
-                _ if !left.is_empty() => CommError::Left { rank, kind, tag: tag(), left },
-                None => CommError::Timeout { rank, kind, tag: tag(), waited: world.timeout, missing },
-                Some(remaining) => {
-                    state.num_asleep += 1;
-                    let woken = self.slot.changed.wait_timeout(state, remaining);
-                    state = woken.unwrap_or_else(PoisonError::into_inner).0;
-                    state.num_asleep -= 1;
-                    continue;
-                }
-            };
-            drop(state);
-            let ours = AbortCause::Collective(Box::new(error.clone()));
-            let cause = world.abort(ours.clone());
-            return Err(if *cause == ours { error } else { CommError::ended(rank, cause) });
-        }
+        self.rank.domain.wait(self.rank.rank, &self.slot, (self.kind, &self.tag), all, ready)
     }
 }
 

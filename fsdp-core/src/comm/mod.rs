@@ -20,6 +20,7 @@ mod faulty;
 pub mod hosts;
 mod local;
 mod op;
+mod placed;
 mod pool;
 mod recorder;
 pub(crate) mod shared;
@@ -37,6 +38,7 @@ pub use error::{AbortCause, CommError, Issued};
 pub use faulty::{Fault, FaultPlan, Faulty};
 pub use local::LocalWorld;
 pub use op::{GatherPart, OpKind, OpTag, Phase, Reduce, ReducePart};
+pub use placed::PlacedPart;
 pub use recorder::{LoggedOp, OpCount, Recorder, Traffic};
 pub use stream::{CommStream, Pending, Timing};
 
@@ -67,6 +69,25 @@ pub trait Communicator: Send + Sync + Debug {
     /// All parts travel in one operation. Ranks of one process may receive views of one buffer, which lives until the
     /// last view is dropped.
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError>;
+
+    /// Puts this rank's block to where all ranks can read the whole tensor, and waits for none of them. `None`, on all ranks
+    /// alike, where ranks do not share memory or a block is not one range of the tensor; by default always.
+    ///
+    /// Cost: one copy of the block; in place of the copy in each [`Communicator::all_gather`] that follows. See [Note: Gathers
+    /// without a copy]. Between processes it waits for the operation before it.
+    fn place(&self, _tag: &OpTag, _part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        Ok(None)
+    }
+
+    /// The whole tensor of each part, as [`Communicator::all_gather`] returns it, of blocks that were placed here or on another
+    /// channel: waits until every rank has placed its own, and for nothing else, since it is no operation that ranks meet in.
+    /// Costs no copy and no memory.
+    ///
+    /// # Errors
+    /// [`CommError::Engine`] where the blocks were placed by a communicator of another kind, or this one places none.
+    fn gather_placed(&self, tag: &OpTag, _parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        Err(not_placed(self.rank(), tag))
+    }
 
     /// Returns this rank's block of the reduced tensor of each part. See [Note: Order of a sum].
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError>;
@@ -113,4 +134,10 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// Why the world was aborted, if it was. Costs no communication.
     fn aborted(&self) -> Option<AbortCause>;
+}
+
+/// The error of a gather in place where nothing was placed, or elsewhere.
+fn not_placed(rank: usize, tag: &OpTag) -> CommError {
+    let message = "blocks are gathered in place by another communicator than has placed them".to_owned();
+    CommError::Engine { rank, tag: tag.clone(), message }
 }

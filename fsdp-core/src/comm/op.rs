@@ -100,17 +100,23 @@ pub enum OpKind {
     Scatter,
     /// No data: every rank waits for every other.
     Barrier,
+    /// Every rank puts its block to where the others read it, and waits for none.
+    Place,
+    /// A rank receives every block of what all have placed; nothing is copied.
+    GatherPlaced,
 }
 
 impl OpKind {
     /// All kinds, in the order of declaration.
-    pub const ALL: [OpKind; 6] = [
+    pub const ALL: [OpKind; 8] = [
         OpKind::AllGather,
         OpKind::ReduceScatter,
         OpKind::AllReduce,
         OpKind::Broadcast,
         OpKind::Scatter,
         OpKind::Barrier,
+        OpKind::Place,
+        OpKind::GatherPlaced,
     ];
 }
 
@@ -123,6 +129,8 @@ impl fmt::Display for OpKind {
             OpKind::Broadcast => "broadcast",
             OpKind::Scatter => "scatter",
             OpKind::Barrier => "barrier",
+            OpKind::Place => "place",
+            OpKind::GatherPlaced => "all-gather in place",
         })
     }
 }

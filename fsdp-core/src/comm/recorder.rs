@@ -4,15 +4,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
+use super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, PlacedPart, Reduce, ReducePart};
 use crate::ShardLayout;
 
 /// Counts the completed operations of one rank.
 ///
 /// Bytes are what this rank must send to the others by the nature of the operation, without padding, whatever the
 /// engine does: its own block to each other rank in an all-gather, the other ranks' blocks in a reduce-scatter, both in
-/// an all-reduce; in a broadcast and a scatter the root alone sends. Channels and groups made from a recorder count
-/// into the same [`Traffic`].
+/// an all-reduce; in a broadcast and a scatter the root alone sends. A gather in place counts as the all-gather that it
+/// stands for, and placing as nothing. Channels and groups made from a recorder count into the same [`Traffic`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -156,6 +156,16 @@ impl Communicator for Recorder {
         let gathered = self.inner.all_gather(tag, parts)?;
         let parts = parts.iter().map(|part| (&part.layout, part.elem_bytes));
         self.traffic.count(OpKind::AllGather, tag, self.rank(), parts);
+        Ok(gathered)
+    }
+
+    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        self.inner.place(tag, part)
+    }
+
+    fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        let gathered = self.inner.gather_placed(tag, parts)?;
+        self.traffic.count(OpKind::AllGather, tag, self.rank(), parts.iter().map(PlacedPart::tensor));
         Ok(gathered)
     }
 

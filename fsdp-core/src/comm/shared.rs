@@ -6,7 +6,7 @@
 //! Invariants, on which every `unsafe` here rests:
 //! 1. the runs of different ranks of one [`ShardLayout`] are disjoint, and together cover the tensor once (tested there);
 //! 2. each rank fills at most once, enforced by its flag, and a block has one rank only;
-//! 3. nothing reads before every rank has filled, enforced by the count.
+//! 3. nothing reads another rank's blocks before every rank has filled, enforced by the count.
 
 use std::convert::Infallible;
 use std::mem::MaybeUninit;
@@ -172,7 +172,24 @@ impl SharedTensors {
     pub(crate) fn views(&self) -> Vec<Bytes> {
         let num_writers = if self.owner.is_some() { 1 } else { self.begun.len() };
         assert_eq!(self.filled.load(Ordering::Acquire), num_writers, "all ranks fill before anyone reads");
-        let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), len_bytes: tensor.len_bytes };
+        let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), bytes: 0..tensor.len_bytes };
+        self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
+    }
+
+    /// Fills the blocks of `rank` as [`SharedTensors::copy`] does, and returns a view of each: whole tensors in which a rank's
+    /// block is one range. Other ranks may still be filling theirs.
+    ///
+    /// # Panics
+    /// As [`SharedTensors::copy`], or if a block is not one range.
+    pub(crate) fn place<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) -> Vec<Bytes> {
+        assert!(self.owner.is_none(), "blocks are placed in whole tensors");
+        self.copy(rank, blocks);
+        let view = |tensor: &Tensor| {
+            let mut runs = tensor.layout.runs(rank);
+            let run = runs.next().unwrap_or(0..0);
+            assert!(runs.next().is_none(), "a block is one range of its tensor");
+            View { memory: tensor.memory.clone(), bytes: run.start * tensor.elem_bytes..run.end * tensor.elem_bytes }
+        };
         self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
     }
 }
@@ -218,17 +235,17 @@ where
     })
 }
 
-/// Exists only once all ranks have filled: see [`SharedTensors::views`].
+/// Exists only once its bytes are filled: see [`SharedTensors::views`] and [`SharedTensors::place`].
 struct View {
     memory: Arc<Block>,
-    len_bytes: usize,
+    bytes: Range<usize>,
 }
 
 impl AsRef<[u8]> for View {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: Every byte of the tensor is initialised, since its blocks cover it (invariant 1) and all were
-        // filled before this view was made; nothing writes any more (invariants 2 and 3).
-        unsafe { std::slice::from_raw_parts(self.memory.start().as_ptr(), self.len_bytes) }
+        // SAFETY: Every byte is initialised: of a whole tensor, since its blocks cover it (invariant 1) and all were filled
+        // before this view was made; of a block, since its rank has filled it. Nothing writes there any more (invariant 2).
+        unsafe { std::slice::from_raw_parts(self.memory.start().as_ptr().add(self.bytes.start), self.bytes.len()) }
     }
 }
 

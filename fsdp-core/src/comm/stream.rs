@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::error::panic_message;
-use super::{CommError, Communicator, GatherPart, OpTag, Reduce, ReducePart};
+use super::{CommError, Communicator, GatherPart, OpTag, PlacedPart, Reduce, ReducePart};
 
 type Job = Box<dyn FnOnce(&dyn Communicator) + Send>;
 
@@ -65,6 +65,18 @@ impl CommStream {
     /// Submits [`Communicator::all_gather`].
     pub fn all_gather(&self, tag: OpTag, parts: Vec<GatherPart>) -> Pending<Vec<Bytes>> {
         self.submit(move |comm| comm.all_gather(&tag, &parts))
+    }
+
+    /// [`Communicator::gather_placed`]: at once where every rank has placed, else submitted like the others.
+    pub fn gather_placed(&self, tag: OpTag, parts: Vec<PlacedPart>) -> Pending<Vec<Bytes>> {
+        if parts.iter().all(PlacedPart::is_complete) {
+            let now = Instant::now();
+            let gathered = self.comm.gather_placed(&tag, &parts);
+            let timing = Timing { submitted: now, started: now, finished: Instant::now(), blocked: Duration::ZERO };
+            let promise = Promise { outcome: Mutex::new(Some((gathered, timing))), ready: Condvar::new() };
+            return Pending { promise: Arc::new(promise) };
+        }
+        self.submit(move |comm| comm.gather_placed(&tag, &parts))
     }
 
     /// Submits [`Communicator::reduce_scatter`].

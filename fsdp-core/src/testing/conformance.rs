@@ -35,6 +35,8 @@ pub struct Check {
 /// Every promise of the [`Communicator`] trait.
 pub const CHECKS: &[Check] = &[
     check("gathers_every_cut_of_every_shape", gathers_every_cut_of_every_shape),
+    check("what_is_placed_is_gathered_by_every_rank", what_is_placed_is_gathered_by_every_rank),
+    check("a_rank_may_place_ahead_of_the_others", a_rank_may_place_ahead_of_the_others),
     check("adds_in_the_order_of_ranks", adds_in_the_order_of_ranks),
     check("broadcasts_and_scatters_from_every_root", broadcasts_and_scatters_from_every_root),
     check("a_channel_does_not_wait_for_another", a_channel_does_not_wait_for_another),
@@ -100,6 +102,56 @@ fn gathers_every_cut_of_every_shape(comm: &Arc<dyn Communicator>) -> Result<(), 
             .collect();
         let gathered = comm.all_gather(&tag(step, "gather"), &brought)?;
         assert_eq!(gathered, wholes, "{parts:?}");
+    }
+    Ok(())
+}
+
+fn what_is_placed_is_gathered_by_every_rank(comm: &Arc<dyn Communicator>) -> Result<(), CommError> {
+    let gathers = comm.channel("gather")?;
+    let layouts = layouts(comm.world_size());
+    let place = |step: usize| {
+        let place = |layout: &ShardLayout| {
+            let shard = block_of(&whole(layout, 4, step), layout, 4, comm.rank());
+            let part = GatherPart { shard: shard.clone(), layout: layout.clone(), elem_bytes: 4 };
+            let placed = comm.place(&tag(step, "place"), &part)?;
+            assert!(placed.as_ref().is_none_or(|placed| *placed.shard() == shard), "{layout:?}");
+            Ok(placed.map(|placed| (whole(layout, 4, step), placed)))
+        };
+        layouts.iter().filter_map(|layout| place(layout).transpose()).collect::<Result<Vec<_>, _>>()
+    };
+    let mut before: Option<(Vec<Bytes>, Vec<Bytes>)> = None;
+    for step in 0..4 {
+        let (wholes, placed): (Vec<_>, Vec<_>) = place(step)?.into_iter().unzip();
+        if placed.is_empty() {
+            break;
+        }
+        // As often as it is wanted, in one operation and one by one.
+        assert_eq!(gathers.gather_placed(&tag(step, "all"), &placed)?, wholes);
+        for (placed, whole) in placed.iter().zip(&wholes) {
+            let placed = std::slice::from_ref(placed);
+            assert_eq!(gathers.gather_placed(&tag(step, "one"), placed)?, std::slice::from_ref(whole));
+        }
+        // What was read before stays as it was.
+        assert!(before.as_ref().is_none_or(|(gathered, wholes)| gathered == wholes));
+        before = Some((gathers.gather_placed(&tag(step, "again"), &placed)?, wholes));
+    }
+    comm.barrier(&tag(9, "all"))
+}
+
+fn a_rank_may_place_ahead_of_the_others(comm: &Arc<dyn Communicator>) -> Result<(), CommError> {
+    let (rank, world_size) = (comm.rank(), comm.world_size());
+    for step in 0..100 {
+        // By turns, each rank is late.
+        if step % (4 * world_size) == 4 * rank {
+            thread::sleep(Duration::from_millis(2));
+        }
+        let layout = ShardLayout::new(&[3 * world_size + step % 2, 50], 0, world_size);
+        let whole = whole(&layout, 4, step);
+        let shard = block_of(&whole, &layout, 4, rank);
+        let placed = comm.place(&tag(step, "place"), &GatherPart { shard, layout, elem_bytes: 4 })?;
+        if let (Some(placed), 0) = (placed, step % 5) {
+            assert_eq!(comm.gather_placed(&tag(step, "gather"), &[placed])?, [whole]);
+        }
     }
     Ok(())
 }

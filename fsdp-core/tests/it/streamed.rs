@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use fsdp_core::{AbortCause, CommError, CommStream, Communicator, GatherPart, OpTag, Reduce, ReducePart, ShardLayout};
+use fsdp_core::{
+    AbortCause, CommError, CommStream, Communicator, GatherPart, OpTag, PlacedPart, Reduce, ReducePart, ShardLayout,
+};
 
 #[derive(Debug)]
 pub(crate) struct Streamed(CommStream);
@@ -29,6 +31,15 @@ impl Communicator for Streamed {
 
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError> {
         self.0.all_gather(tag.clone(), parts.to_vec()).wait()
+    }
+
+    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        let (tag, part) = (tag.clone(), part.clone());
+        self.0.submit(move |comm| comm.place(&tag, &part)).wait()
+    }
+
+    fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        self.0.gather_placed(tag.clone(), parts.to_vec()).wait()
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {

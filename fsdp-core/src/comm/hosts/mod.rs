@@ -24,4 +24,5 @@ mod table;
 mod world;
 
 pub use network::{Frame, Inbox, Key, Memory, Network, Payload, Receipt, Span};
+pub(crate) use output::PlacedInProcesses;
 pub use world::{connect, exchange};

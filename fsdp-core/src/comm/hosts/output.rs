@@ -6,13 +6,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::super::CommError;
 use super::super::shared::{PIECE_BYTES, Piece, WHOLE_RUNS, from_blocks, pieces};
+use super::super::{CommError, OpKind, OpTag};
+use super::domain::{Domain, Op};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
 
 /// Tensors in memory of this host, as one rank fills and reads them.
+#[derive(Debug)]
 pub(super) struct Output {
     pub(super) tensors: Vec<(ShardLayout, usize)>,
     pub(super) held: Vec<Arc<Held>>,
@@ -66,15 +68,70 @@ impl Output {
     }
 }
 
+/// One tensor in memory of this host, in which each rank places its block, as one of them knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct PlacedInProcesses(Arc<Placed>);
+
+#[derive(Debug)]
+struct Placed {
+    domain: Arc<Domain>,
+    op: Op,
+    output: Output,
+}
+
+impl PlacedInProcesses {
+    pub(super) fn new(domain: Arc<Domain>, op: Op, output: Output) -> Self {
+        Self(Arc::new(Placed { domain, op, output }))
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        let Placed { domain, op, .. } = &*self.0;
+        (0..domain.locals.len()).all(|local| domain.seat.cell(local).has_filled(op))
+    }
+
+    /// The block of `rank`.
+    ///
+    /// # Safety
+    /// The rank has filled it.
+    pub(super) unsafe fn block(&self, rank: usize) -> Bytes {
+        let Output { tensors, held } = &self.0.output;
+        let (layout, elem_bytes) = &tensors[0];
+        let run = layout.runs(rank).next().unwrap_or(0..0);
+        let bytes = run.start * elem_bytes..run.end * elem_bytes;
+        // SAFETY: The same promise.
+        unsafe { view_of(held[0].clone(), bytes) }
+    }
+
+    /// The whole tensor, once all ranks have placed their blocks.
+    pub(super) fn wait(&self, tag: &OpTag) -> Result<Bytes, CommError> {
+        let Placed { domain, op, output } = &*self.0;
+        if !self.is_complete() {
+            let op = Op { kind: OpKind::GatherPlaced, tag: tag.clone(), ..op.clone() };
+            domain.wait_for_cells(&op, |cell| cell.has_filled(&op))?;
+        }
+        // SAFETY: All blocks of all ranks are there, and nobody writes any more.
+        Ok(unsafe { view(output.held[0].clone()) })
+    }
+}
+
 /// # Safety
 /// The block is complete, and nobody writes it while it is held.
 pub(super) unsafe fn view(held: Arc<Held>) -> Bytes {
-    struct View(Arc<Held>);
+    let bytes = 0..held.len();
+    // SAFETY: The same promise.
+    unsafe { view_of(held, bytes) }
+}
+
+/// # Safety
+/// These bytes of the block are complete, and nobody writes them while it is held.
+unsafe fn view_of(held: Arc<Held>, bytes: Range<usize>) -> Bytes {
+    struct View(Arc<Held>, Range<usize>);
     impl AsRef<[u8]> for View {
         fn as_ref(&self) -> &[u8] {
+            let Self(held, bytes) = self;
             // SAFETY: Vouched for by whoever made the view.
-            unsafe { self.0.arena().bytes(self.0.offset(), self.0.len()) }
+            unsafe { held.arena().bytes(held.offset() + bytes.start, bytes.len()) }
         }
     }
-    Bytes::from_owner(View(held))
+    Bytes::from_owner(View(held, bytes))
 }

@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 
 use super::super::call::{Call, CallPart};
+use super::super::placed::{PlacedPart, Whole};
 use super::super::shared::SharedTensors;
 use super::super::sum::write_sum;
 use super::super::wire;
-use super::super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart};
+use super::super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart, not_placed};
 use super::domain::{Domain, Op, Stage};
 use super::heap::Held;
 use super::network::{Frame, Payload, Receipt, Span};
-use super::output::{Fill, Output, view};
+use super::output::{Fill, Output, PlacedInProcesses, view};
 use super::rounds::{Rounds, window_bytes};
 use crate::ShardLayout;
 
@@ -63,6 +64,9 @@ impl HostRank {
         domain.world.check_alive()?;
         let op = Op { kind: call.kind, tag: call.tag.clone(), number: state.next, call: wire::encode(call) };
         state.next += 1;
+        // All have finished the operation before last, whose note is written over. Of most operations that is known, since this
+        // one has finished the last; of one that waits for nobody it is not.
+        domain.wait_for_cells(&op, |cell| cell.arrived.load(Ordering::Acquire) >= op.number)?;
         let place = (op.number % 2) as usize;
         let numbers = [blocks.len(), op.call.len()].into_iter().chain(blocks.iter().copied());
         let note: Vec<u8> =
@@ -154,6 +158,23 @@ impl HostRank {
         prepare: impl FnOnce(&mut State) -> Result<(), CommError>,
         fill: impl FnOnce(&mut State, &Op, &Output) -> Result<(), CommError>,
     ) -> Result<Vec<Bytes>, CommError> {
+        let (op, output) = self.offer(state, call, prepare)?;
+        fill(state, &op, &output)?;
+        self.tell_filled(&op);
+        // A reduction has met already.
+        let agreed = call.kind == OpKind::AllReduce;
+        self.complete(&op, &output, agreed)?;
+        // SAFETY: All blocks of all ranks are there, and nobody writes any more.
+        Ok(output.held.into_iter().map(|held| unsafe { view(held) }).collect())
+    }
+
+    /// Begins an operation on tensors that all ranks fill, in memory that the leader of each host offers.
+    fn offer(
+        &self,
+        state: &mut State,
+        call: &Call,
+        prepare: impl FnOnce(&mut State) -> Result<(), CommError>,
+    ) -> Result<(Op, Output), CommError> {
         let domain = &*self.domain;
         domain.world.check_alive()?;
         let tensors: Vec<_> = call.tensors().collect();
@@ -172,22 +193,20 @@ impl HostRank {
         }
         let hold = |(&offset, len)| Arc::new(Held::new(domain.arena(0).clone(), offset, len));
         let held = blocks.iter().zip(lens()).map(hold).collect();
-        let output = Output { tensors, held };
-        fill(state, &op, &output)?;
-        domain.my_cell().filled.store(op.number + 1, Ordering::Release);
-        domain.seat.entry().bell.ring();
-        // A reduction has met already.
-        let agreed = call.kind == OpKind::AllReduce;
-        self.complete(&op, &output, agreed)?;
-        // SAFETY: All blocks of all ranks are there, and nobody writes any more.
-        Ok(output.held.into_iter().map(|held| unsafe { view(held) }).collect())
+        Ok((op, Output { tensors, held }))
+    }
+
+    /// This rank has written its blocks of what all ranks fill.
+    fn tell_filled(&self, op: &Op) {
+        self.domain.my_cell().filled.store(op.number + 1, Ordering::Release);
+        self.domain.seat.entry().bell.ring();
     }
 
     /// Waits until all ranks have filled their blocks. Leaders exchange those of their hosts.
     fn complete(&self, op: &Op, output: &Output, agreed: bool) -> Result<(), CommError> {
         let domain = &*self.domain;
         if domain.others.is_empty() || domain.leads() {
-            domain.wait_for_cells(op, |cell| cell.filled.load(Ordering::Acquire) > op.number)?;
+            domain.wait_for_cells(op, |cell| cell.has_filled(op))?;
             if !agreed {
                 self.compare_locals(op)?;
             }
@@ -350,6 +369,33 @@ impl Communicator for HostRank {
             Ok(())
         };
         self.shared(&mut self.state(), &call, |_| Ok(()), fill)
+    }
+
+    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+        let (domain, parts) = (&*self.domain, std::slice::from_ref(part));
+        domain.member().check_gather(tag, parts)?;
+        let GatherPart { shard, layout, elem_bytes } = part;
+        if !domain.others.is_empty() || !PlacedPart::can_hold(layout) {
+            return Ok(None);
+        }
+        let call = Call::new(OpKind::Place, tag).gather(parts);
+        let (op, output) = self.offer(&mut self.state(), &call, |_| Ok(()))?;
+        output.copy(domain.rank, [&shard[..]]);
+        self.tell_filled(&op);
+        let placed = PlacedInProcesses::new(self.domain.clone(), op, output);
+        // SAFETY: This rank has filled its block, and nobody else writes there.
+        let shard = unsafe { placed.block(domain.rank) };
+        Ok(Some(PlacedPart::new(shard, layout.clone(), *elem_bytes, Whole::Processes(placed))))
+    }
+
+    fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
+        let world = &self.domain.world;
+        world.check_alive()?;
+        let whole = |part: &PlacedPart| match part.whole() {
+            Whole::Processes(placed) => placed.wait(tag),
+            Whole::Threads(_) => Err(not_placed(world.rank, tag)),
+        };
+        parts.iter().map(whole).collect()
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {

@@ -1,0 +1,47 @@
+//! Blocks whose place is in the buffer that gathers hand out. See [Note: Gathers without a copy].
+
+use fsdp_core::{Phase, PlacedPart, UnitIndex};
+
+use super::{Engine, State};
+use crate::Error;
+use crate::block::{Block, Place};
+
+impl Engine {
+    /// Puts the blocks of a unit that have changed to where gathers need no copy of them, if there is such a place. *Collective.*
+    ///
+    /// Left where they are: what is gathered in another type than it is stored in, what lies on a disk or a device, and what is
+    /// gathered again among a smaller group.
+    pub(crate) fn place(&self, unit: UnitIndex) -> Result<(), Error> {
+        let mut state = self.lock();
+        for (param, _) in self.cut_params(unit) {
+            if !self.can_be_placed(param) || state.placed[param].is_some() {
+                continue;
+            }
+            let block = self.home().to_host(state.stored[param].clone())?;
+            let part = self.gather_part(param, block, self.dtypes.compute[param]);
+            let tag = self.tag(&state, Phase::Optimizer, unit);
+            if let Some(placed) = self.links.place.place(&tag, &part)? {
+                state.store(param, Block::Host(placed.shard().clone()));
+                state.placed[param] = Some(placed);
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Engine::place`], of all units.
+    pub(crate) fn place_all(&self) -> Result<(), Error> {
+        (0..self.plan.units().len()).try_for_each(|unit| self.place(unit))
+    }
+
+    /// The blocks that a gather of the unit asks for, if all of them are placed.
+    pub(super) fn placed(&self, state: &State, unit: UnitIndex) -> Option<Vec<PlacedPart>> {
+        self.cut_params(unit).map(|(param, _)| state.placed[param].clone()).collect()
+    }
+
+    /// The same on every rank.
+    fn can_be_placed(&self, param: usize) -> bool {
+        let is_gathered_again = self.links.regather.is_some();
+        let is_cast = self.dtypes.compute[param] != self.dtypes.master[param];
+        !is_gathered_again && !is_cast && !self.home().is_device() && self.offload.parameter_place(param) != Place::Disk
+    }
+}

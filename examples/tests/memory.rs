@@ -8,8 +8,8 @@ use burn::nn::{Embedding as BurnEmbedding, EmbeddingConfig, Linear, LinearConfig
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_burn::{
-    Config, Dtype, Error, MemoryEstimate, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage, launch, nn::Embedding,
-    recompute,
+    Config, Dtype, Error, LaunchOptions, Link, MemoryEstimate, OptimizerKind, PrefetchConfig, Rank, Sharded, Stage,
+    launch, launch_with, nn::Embedding, recompute,
 };
 use fsdp_examples::{Gpt, GptConfig, activations, packing_bytes};
 use peak_alloc::PeakAlloc;
@@ -25,6 +25,11 @@ const MODEL: GptConfig = GptConfig { layers: 6, width: 256, heads: 4, sequence: 
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// For ranks that share no memory: a link between them, which costs nothing.
+fn apart() -> LaunchOptions {
+    LaunchOptions { link: Some(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 }), ..LaunchOptions::default() }
 }
 
 #[test]
@@ -312,11 +317,11 @@ tables! {
 
 /// Bytes that a forward at stage 3 leaves alive, above what lived before.
 macro_rules! held {
-    ($tables:ident) => {{
+    ($tables:ident, $options:expr) => {{
         // Without prefetch, so that a step leaves none for the next forward.
         let prefetch = PrefetchConfig { forward: 0, backward: 0, max_bytes: None };
         let config = Config { stage: Stage::Parameters, world_size: 2, timeout_s: 60.0, prefetch, ..Config::default() };
-        let outcomes = launch(&config, |rank| {
+        let outcomes = launch_with(&config, $options, |rank| {
             let device = rank.device();
             let table = || EmbeddingConfig::new(TABLE[0], TABLE[1]).init(&device).into();
             let mut model = rank.shard($tables { tables: (0..NUM_TABLES).map(|_| table()).collect() })?;
@@ -342,11 +347,19 @@ macro_rules! held {
 #[test]
 fn after_forward_tables_of_burns_embedding_are_held_and_those_of_this_project_are_not() {
     let _turn = alone();
-    let [burn, ours] = [held!(BurnTables), held!(OurTables)];
+    let [burn, ours] = [held!(BurnTables, apart()), held!(OurTables, apart())];
     println!("after forward: {burn} bytes with Burn's embedding, {ours} with this project's");
     assert!(burn > NUM_TABLES * TABLE_BYTES, "{burn}");
     // The last table stays through the turn to backward.
     assert!(ours < 2 * TABLE_BYTES, "{ours}");
+}
+
+#[test]
+fn what_ranks_that_share_memory_gather_takes_none_of_its_own() {
+    let _turn = alone();
+    let [burn, ours] = [held!(BurnTables, LaunchOptions::default()), held!(OurTables, LaunchOptions::default())];
+    println!("after forward: {burn} bytes with Burn's embedding, {ours} with this project's");
+    assert!(burn < TABLE_BYTES && ours < TABLE_BYTES, "{burn} and {ours} beside blocks, a table has {TABLE_BYTES}");
 }
 
 /// Gathered units and gradients of more than a megabyte, whose buffers are used again, and smaller ones.
@@ -420,7 +433,7 @@ impl PartlyFrozen {
 fn held_of_frozen(again: bool) -> (usize, usize) {
     let prefetch = PrefetchConfig { forward: 0, backward: 0, max_bytes: None };
     let config = Config { stage: Stage::Parameters, world_size: 2, timeout_s: 60.0, prefetch, ..Config::default() };
-    let outcomes = launch(&config, move |rank| {
+    let outcomes = launch_with(&config, apart(), move |rank| {
         let device = rank.device();
         let mut model = rank.shard(PartlyFrozen::init(&device))?;
         let mut optimizer = rank.optimizer(SgdConfig::new().init())?;

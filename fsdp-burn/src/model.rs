@@ -114,9 +114,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());
         let managed = managed(&entries, &plan);
         refuse_unmanaged_adapters(&entries, &managed)?;
-        let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
-        let planned = entries.iter().zip(managed.iter()).filter(is_planned);
-        let planned = planned.map(|(entry, _)| entry.clone()).collect();
+        let planned = planned(&entries, &managed);
         let tier = match unit_on_disk(&plan) {
             Some(unit) => Some(rank.open_tier(&unit.name)?),
             None => rank.tier(),
@@ -450,9 +448,7 @@ impl<M: Module> ShardedModel<M> {
     pub(crate) fn replace_trained(&mut self, plan: Plan, change: impl FnOnce(M, &mut [Entry], &[Option<usize>]) -> M) {
         let mut entries = self.entries.to_vec();
         self.module = change(self.module.clone(), &mut entries, &self.managed);
-        let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
-        let planned = entries.iter().zip(self.managed.iter()).filter(is_planned);
-        self.planned = planned.map(|(entry, _)| entry.clone()).collect();
+        self.planned = planned(&entries, &self.managed);
         self.entries = entries.into();
         self.plan = plan;
     }
@@ -492,6 +488,12 @@ impl<M: Module> ShardedModel<M> {
         self.module = refresh(self.module.clone(), &self.managed, &self.engine);
         Ok(())
     }
+}
+
+/// The entries of the plan's parameters, in plan order.
+fn planned(entries: &[Entry], managed: &[Option<usize>]) -> Arc<[Entry]> {
+    let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
+    entries.iter().zip(managed).filter(is_planned).map(|(entry, _)| entry.clone()).collect()
 }
 
 /// The loss in float32 at least: a factor may be beyond what half precision can hold.

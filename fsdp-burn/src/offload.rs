@@ -26,6 +26,7 @@ const SLACK_BYTES: usize = 4096;
 pub(crate) struct Offload {
     home: Home,
     tier: Option<Arc<Tier>>,
+    moves_parameters: bool,
     parameters: Vec<Place>,
     gradients: Vec<Place>,
     optimizer: Vec<Place>,
@@ -66,7 +67,8 @@ impl Offload {
             placed.map(|(param, (trained, frozen))| if param.trainable { trained } else { frozen }).collect()
         };
         let (gradients, optimizer) = (of_trained(&config.gradients), of_trained(&config.optimizer));
-        Self { home, tier, parameters, gradients, optimizer }
+        let moves_parameters = tier.is_some() && (config.parameters.nvme > 0.0 || unit_on_disk(plan).is_some());
+        Self { home, tier, moves_parameters, parameters, gradients, optimizer }
     }
 
     /// The memories of the rank.
@@ -77,6 +79,11 @@ impl Offload {
     /// The rank's disk, for something that is offloaded.
     pub(crate) fn tier(&self) -> Option<&Arc<Tier>> {
         self.tier.as_ref()
+    }
+
+    /// Whether blocks of some rank may lie on a disk. Which ones differs between ranks.
+    pub(crate) fn moves_parameters(&self) -> bool {
+        self.moves_parameters
     }
 
     /// Where blocks lie.

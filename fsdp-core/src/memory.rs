@@ -257,7 +257,14 @@ impl MemoryModel {
         };
         // Of what is gathered again, only a smaller group has the same copy.
         let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process.max(1));
-        let gathered_len = if gathers {
+        // Blocks of ranks that share memory lie where these gather them, and one buffer is spare.
+        let in_place = self.ranks_per_process >= self.num_shards
+            && self.reshard.is_none()
+            && self.tiers.parameters == 0.0
+            && self.precision.master_bytes() == 0;
+        let gathered_len = if gathers && in_place {
+            self.largest_unit_len.max(self.kept_len).min(full_len).div_ceil(self.num_shards.max(1))
+        } else if gathers {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
             let at_most = window_len.saturating_add(self.kept_len).min(full_len);
@@ -321,7 +328,8 @@ pub struct MemoryEstimate {
     pub gradient_bytes: u64,
     /// Optimizer state, with the float32 master copy in mixed precision.
     pub optimizer_bytes: u64,
-    /// Units that are gathered at once, at most.
+    /// Units that are gathered at once, at most; where gathers take no memory of their own, since blocks lie in place, the spare
+    /// buffer of one.
     pub gathered_bytes: u64,
     /// This rank's blocks of a smaller group, which it holds from forward to backward; 0 where units are freed after forward.
     pub resharded_bytes: u64,

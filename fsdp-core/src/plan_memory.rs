@@ -51,6 +51,8 @@ pub struct PlanMemory<'a> {
     /// Ranks that share what they hold alike: threads of one process, and processes of one host over MPI. The estimate is one
     /// rank's part.
     pub ranks_per_process: usize,
+    /// Whether blocks lie where the ranks that share memory gather them, so that what is gathered takes no memory of its own.
+    pub in_place: bool,
     /// Activations and temporaries of a rank, where they are known.
     pub activations: Option<Activations>,
     /// What lies on a disk.
@@ -72,6 +74,7 @@ impl<'a> PlanMemory<'a> {
             depth: PrefetchDepth::default(),
             reshard: None,
             ranks_per_process: 1,
+            in_place: false,
             activations: None,
             tiers: TierModel::default(),
         }
@@ -182,7 +185,7 @@ impl<'a> PlanMemory<'a> {
         }
     }
 
-    /// Units that are gathered at once, at most.
+    /// Units that are gathered at once, at most, or the spare buffer of one.
     fn gathered_bytes(&self, plan: &Plan) -> u64 {
         let (kept, passing): (Vec<_>, Vec<_>) = self.gathered(plan).partition(|(parts, _)| parts[0].keep);
         let sum = |units: &[(&[Unit], u64)]| units.iter().map(|(_, bytes)| bytes).sum::<u64>();
@@ -192,6 +195,10 @@ impl<'a> PlanMemory<'a> {
         let window = largest.saturating_mul(self.depth.max() as u64 + 1).min(sum(&passing));
         let limit = self.depth.max_bytes.map_or(u64::MAX, |bytes| (bytes as u64).saturating_sub(kept_bytes));
         let num_shards = plan.mesh().size(Axis::Shard);
+        if self.in_place {
+            // Blocks that were stepped are in another buffer than before, and the one that has become free is kept for the next.
+            return self.shared(largest.max(kept.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0)), num_shards);
+        }
         let among = self.reshard.unwrap_or(num_shards);
         self.shared(kept_bytes, num_shards) + self.shared(window.min(limit.max(largest)), among)
     }

@@ -22,7 +22,8 @@ pub struct EngineStats {
     pub communication: Duration,
     /// Largest size of the parameters held, in bytes: blocks at stage 3, whole tensors below.
     pub peak_parameter_bytes: usize,
-    /// Largest size of gathered units held at once, in bytes. Ranks of one process share each gathered unit.
+    /// Largest size of gathered units held at once, in bytes. Ranks of one host share each gathered unit; where their blocks lie in
+    /// it, it takes no memory beside them.
     pub peak_gathered_bytes: usize,
     /// Largest size of what was held of units between forward and backward, in bytes: this rank's blocks of a smaller group
     /// (`reshard_after_forward`).
@@ -151,6 +152,7 @@ impl Engine {
             depth: self.settings.depth,
             reshard: self.links.regather.as_ref().map(|group| group.world_size()),
             ranks_per_process: self.links.control.num_sharing(),
+            in_place: self.gathers_in_place(plan),
             tiers: self.offload.memory(plan, self.shard_index),
             ..PlanMemory::new(&self.dtypes.master, &self.dtypes.compute, &self.dtypes.reduce)
         }

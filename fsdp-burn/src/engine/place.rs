@@ -1,20 +1,22 @@
 //! Blocks whose place is in the buffer that gathers hand out. See [Note: Gathers without a copy].
 
-use fsdp_core::{Phase, PlacedPart, UnitIndex};
+use fsdp_core::{Phase, PlacedPart, Plan, UnitIndex};
 
 use super::{Engine, State};
 use crate::Error;
-use crate::block::{Block, Place};
+use crate::block::Block;
 
 impl Engine {
-    /// Puts the blocks of a unit that have changed to where gathers need no copy of them, if there is such a place. *Collective.*
+    /// Puts the blocks of a unit that may have changed to where gathers need no copy of them, if there is such a place.
+    /// *Collective.*
     ///
-    /// Left where they are: what is gathered in another type than it is stored in, what lies on a disk or a device, and what is
-    /// gathered again among a smaller group.
+    /// Left where they are: what is gathered in another type than it is stored in, what is offloaded to a disk or lies on a
+    /// device, and what is gathered again among a smaller group.
     pub(crate) fn place(&self, unit: UnitIndex) -> Result<(), Error> {
         let mut state = self.lock();
         for (param, _) in self.cut_params(unit) {
-            if !self.can_be_placed(param) || state.placed[param].is_some() {
+            // A rank without a part of a parameter does not know whether it was stepped, so all are placed that may have been.
+            if !self.can_be_placed(param) || state.placed[param].is_some() && !self.is_trained(param) {
                 continue;
             }
             let block = self.home().to_host(state.stored[param].clone())?;
@@ -38,10 +40,18 @@ impl Engine {
         self.cut_params(unit).map(|(param, _)| state.placed[param].clone()).collect()
     }
 
+    /// Whether all that is gathered on use lies in place.
+    pub(super) fn gathers_in_place(&self, plan: &Plan) -> bool {
+        let state = self.lock();
+        let cut = plan.params().iter().enumerate().filter(|(_, spec)| !plan.is_resident(spec));
+        let mut cut = cut.map(|(param, _)| state.placed[param].is_some()).peekable();
+        cut.peek().is_some() && cut.all(|is_placed| is_placed)
+    }
+
     /// The same on every rank.
     fn can_be_placed(&self, param: usize) -> bool {
         let is_gathered_again = self.links.regather.is_some();
         let is_cast = self.dtypes.compute[param] != self.dtypes.master[param];
-        !is_gathered_again && !is_cast && !self.home().is_device() && self.offload.parameter_place(param) != Place::Disk
+        !is_gathered_again && !is_cast && !self.home().is_device() && !self.offload.moves_parameters()
     }
 }

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_core::{Config, LocalWorld};
+use fsdp_core::{AbortCause, Config, LocalWorld};
 
 use super::LaunchOptions;
 use super::program::{Program, cause_of};
@@ -33,12 +33,14 @@ where
         let run = move || {
             let result = program.run(rank);
             let cause = result.as_ref().err().map(|error| cause_of(number, error));
+            if cause.is_none() {
+                communicator.leave();
+            }
             // First the result, so that this failure arrives before those that follow from it. The launcher may have
             // given up on this rank.
             let _ = sender.send((number, result));
-            match cause {
-                Some(cause) => communicator.abort(cause),
-                None => communicator.leave(),
+            if let Some(cause) = cause {
+                communicator.abort(cause);
             }
         };
         let spawned = thread::Builder::new().name(format!("rank {number}")).spawn(run);
@@ -50,7 +52,12 @@ where
         }
     }
     drop(results);
-    collect(world_size, timeout, &arrivals)
+    let results = collect(world_size, timeout, &arrivals)?;
+    // Ranks that did not wait for each other may have ended well all the same.
+    match world[0].aborted() {
+        Some(AbortCause::Collective(error)) => Err(Error::Comm(error)),
+        _ => Ok(results),
+    }
 }
 
 /// All results, or the first failure that is not a consequence of another.

@@ -14,6 +14,7 @@ mod every_key;
 mod failure;
 mod freeze;
 mod full_disk;
+mod in_place;
 mod kill;
 mod learner;
 mod lora;

@@ -149,7 +149,7 @@ fn generation_that_does_not_keep_pace_names_the_rank_that_has_ended() {
     let begun = Instant::now();
     let config = Config { timeout_s: 300.0, ..config(Stage::Parameters, 2) };
     let error = launch(&config, |rank| generated(&rank, 2 + 2 * rank.rank(), false).map(drop)).unwrap_err().to_string();
-    assert!(error.contains("for rank 0, whose program has returned") && error.contains("unit `tokens`"), "{error}");
+    assert!(error.contains("for rank 0, whose program has returned") && error.contains("forward, unit `"), "{error}");
     assert!(begun.elapsed() < Duration::from_secs(60), "it did not wait for the time limit");
 }
 

@@ -20,7 +20,7 @@ use tracing::{Event, Metadata, Subscriber};
 use crate::common::models::{ConvNet, Gpt, Mlp, Trial, rows};
 use crate::common::process::{child, run_to_end, told};
 use crate::common::run::{
-    Optimizer, Outcome, Tolerance, assert_parity, config, scalar, sharded, share, start, weights,
+    Optimizer, Outcome, Tolerance, apart, assert_parity, config, scalar, sharded, share, start, weights,
 };
 
 fn at_depth(depth: usize, max_bytes: Option<usize>) -> PrefetchConfig {
@@ -331,10 +331,11 @@ fn the_engine_holds_no_more_after_a_hundred_steps() {
     }
 }
 
-/// The largest size of what is gathered at once in three steps, and what the estimate says for all ranks of the process.
+/// The largest size of what is gathered at once in three steps, and what the estimate says for all ranks of the process, where
+/// blocks do not lie in place.
 fn gathered_bytes<M: Trial>(prefetch: PrefetchConfig) -> (usize, u64, Plan) {
     let config = Config { prefetch, ..config(Stage::Parameters, 2) };
-    let mut ranks = launch(&config, |rank| {
+    let mut ranks = launch_with(&config, apart(), |rank| {
         let mut model = start::<M>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         for batch in 0..3 {

@@ -1,6 +1,6 @@
 //! What a rank asks for in one operation, so that ranks can tell whether they ask for the same.
 
-use super::{CommError, GatherPart, Issued, OpKind, OpTag, Reduce, ReducePart};
+use super::{CommError, GatherPart, Issued, OpKind, OpTag, PlacedPart, Reduce, ReducePart};
 use crate::{Dtype, ShardLayout};
 
 /// One operation without its data.
@@ -45,6 +45,16 @@ impl Call {
     pub(crate) fn gather(mut self, parts: &[GatherPart]) -> Self {
         let part =
             |part: &GatherPart| CallPart { layout: part.layout.clone(), elem_bytes: part.elem_bytes, dtype: None };
+        self.parts = parts.iter().map(part).collect();
+        self
+    }
+
+    /// Adds the parts of a gather in place.
+    pub(crate) fn gather_placed(mut self, parts: &[PlacedPart]) -> Self {
+        let part = |part: &PlacedPart| {
+            let (layout, elem_bytes) = part.tensor();
+            CallPart { layout: layout.clone(), elem_bytes, dtype: None }
+        };
         self.parts = parts.iter().map(part).collect();
         self
     }

@@ -31,6 +31,9 @@ pub struct LocalWorld {
     cause: OnceLock<AbortCause>,
     /// Ranks that will make no further call.
     left: Mutex<Vec<usize>>,
+    /// Ranks that have ended a channel or a group in which others, who gather in place and do not wait, have gone further; and
+    /// the errors of those.
+    unmet: Mutex<Vec<(usize, CommError)>>,
     /// Every channel and group that still exists, for an abort to find the ranks that wait.
     domains: Mutex<Vec<Weak<Domain>>>,
     pool: Arc<Pool>,
@@ -73,6 +76,7 @@ impl LocalWorld {
             awake: stay_awake(world_size, num_cores),
             cause: OnceLock::new(),
             left: Mutex::default(),
+            unmet: Mutex::default(),
             domains: Mutex::default(),
             pool: Arc::default(),
         })
@@ -84,6 +88,13 @@ impl LocalWorld {
             self.wake_all();
         }
         self.cause.get().expect("the cause was set above, or by another rank before")
+    }
+
+    /// Ends the world with this error of a rank, unless it has ended before; returns what the rank is to be told.
+    fn fail(&self, rank: usize, error: CommError) -> CommError {
+        let ours = AbortCause::Collective(Box::new(error.clone()));
+        let cause = self.abort(ours.clone());
+        if *cause == ours { error } else { CommError::ended(rank, cause) }
     }
 
     /// Lets every rank that waits look again at what has changed in the world.
@@ -153,7 +164,6 @@ impl Domain {
         ready: impl Fn(&SlotState, usize) -> bool,
     ) -> Result<MutexGuard<'s, SlotState>, CommError> {
         let Domain { world, ranks, .. } = self;
-        let rank = ranks[rank];
         let start = Instant::now();
         while !all.load(Ordering::Acquire) && start.elapsed() < world.awake {
             std::hint::spin_loop();
@@ -164,15 +174,15 @@ impl Domain {
             if missing.is_empty() {
                 return Ok(state);
             }
-            world.check_alive(rank)?;
-            let missing: Vec<usize> = missing.into_iter().map(|rank| ranks[rank]).collect();
-            let tag = || tag.clone();
-            let left: Vec<usize> = lock(&world.left).iter().copied().filter(|rank| missing.contains(rank)).collect();
-            let remaining = world.timeout.checked_sub(start.elapsed());
-            let error = match remaining {
-                _ if !left.is_empty() => CommError::Left { rank, kind, tag: tag(), left },
-                None => CommError::Timeout { rank, kind, tag: tag(), waited: world.timeout, missing },
-                Some(remaining) => {
+            world.check_alive(ranks[rank])?;
+            let left = self.left(rank, (kind, tag), &missing);
+            let missing = missing.into_iter().map(|rank| ranks[rank]).collect();
+            let error = match (left, world.timeout.checked_sub(start.elapsed())) {
+                (Some(error), _) => error,
+                (None, None) => {
+                    CommError::Timeout { rank: ranks[rank], kind, tag: tag.clone(), waited: world.timeout, missing }
+                }
+                (None, Some(remaining)) => {
                     state.num_asleep += 1;
                     let woken = slot.changed.wait_timeout(state, remaining);
                     state = woken.unwrap_or_else(PoisonError::into_inner).0;
@@ -181,10 +191,29 @@ impl Domain {
                 }
             };
             drop(state);
-            let ours = AbortCause::Collective(Box::new(error.clone()));
-            let cause = world.abort(ours.clone());
-            return Err(if *cause == ours { error } else { CommError::ended(rank, cause) });
+            return Err(world.fail(ranks[rank], error));
         }
+    }
+
+    /// The error of `rank`, which cannot wait for one of these that has left. Both are numbers of this domain.
+    fn left(&self, rank: usize, (kind, tag): (OpKind, &OpTag), missing: &[usize]) -> Option<CommError> {
+        let missing = missing.iter().map(|&rank| self.ranks[rank]);
+        let has_left = lock(&self.world.left);
+        let left: Vec<usize> = missing.filter(|rank| has_left.contains(rank)).collect();
+        (!left.is_empty()).then(|| CommError::Left { rank: self.ranks[rank], kind, tag: tag.clone(), left })
+    }
+
+    /// The error of a rank that has gathered in place what `rank`, which ends here, has not asked for.
+    fn unmet(&self, rank: usize) -> Option<CommError> {
+        let slots = lock(&self.slots);
+        let mut slots: Vec<_> = slots.iter().collect();
+        slots.sort_unstable_by_key(|(number, _)| **number);
+        slots.into_iter().find_map(|(_, slot)| {
+            let state = lock(&slot.state);
+            let (first, call) = state.first.as_ref().filter(|(_, call)| call.kind == OpKind::GatherPlaced)?;
+            let (kind, tag, left) = (call.kind, call.tag.clone(), vec![self.ranks[rank]]);
+            state.inputs[rank].is_none().then_some(CommError::Left { rank: *first, kind, tag, left })
+        })
     }
 }
 
@@ -236,6 +265,11 @@ struct SlotState {
 }
 
 impl SlotState {
+    /// Ranks that have not arrived.
+    fn missing(&self) -> Vec<usize> {
+        (0..self.inputs.len()).filter(|&rank| self.inputs[rank].is_none()).collect()
+    }
+
     /// The tensors that all ranks fill.
     fn output(&self) -> &Arc<SharedTensors> {
         self.output.as_ref().expect("the first rank to arrive allocates the output of this kind")
@@ -398,12 +432,15 @@ impl Communicator for LocalRank {
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
-        let rank = self.member().world_rank;
-        self.domain.world.check_alive(rank)?;
+        let visit = self.arrive(Call::new(OpKind::GatherPlaced, tag).gather_placed(parts), Vec::new(), false)?;
+        let missing = lock(&visit.slot.state).missing();
+        if let Some(error) = self.domain.left(self.rank, (visit.kind, tag), &missing) {
+            return Err(self.domain.world.fail(self.member().world_rank, error));
+        }
         let whole = |part: &PlacedPart| match part.whole() {
             Whole::Threads(placed) => placed.wait(tag),
             #[cfg(target_os = "linux")]
-            Whole::Processes(_) => Err(not_placed(rank, tag)),
+            Whole::Processes(_) => Err(not_placed(self.member().world_rank, tag)),
         };
         parts.iter().map(whole).collect()
     }
@@ -469,9 +506,21 @@ impl Communicator for LocalRank {
     }
 
     fn leave(&self) {
-        let world = &self.domain.world;
-        lock(&world.left).push(self.member().world_rank);
+        let (world, rank) = (&self.domain.world, self.member().world_rank);
+        let unmet = lock(&world.unmet).iter().find(|(of, _)| *of == rank).map(|(_, error)| error.clone());
+        if let Some(error) = unmet {
+            world.abort(AbortCause::Collective(Box::new(error)));
+        }
+        lock(&world.left).push(rank);
         world.wake_all();
+    }
+}
+
+impl Drop for LocalRank {
+    fn drop(&mut self) {
+        if let Some(error) = self.domain.unmet(self.rank) {
+            lock(&self.domain.world.unmet).push((self.member().world_rank, error));
+        }
     }
 }
 

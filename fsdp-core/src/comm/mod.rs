@@ -79,9 +79,9 @@ pub trait Communicator: Send + Sync + Debug {
         Ok(None)
     }
 
-    /// The whole tensor of each part, as [`Communicator::all_gather`] returns it, of blocks that were placed here or on another
-    /// channel: waits until every rank has placed its own, and for nothing else, since it is no operation that ranks meet in.
-    /// Costs no copy and no memory.
+    /// As [`Communicator::all_gather`], of blocks that every rank has placed, here or on another channel of the same ranks.
+    /// Costs no copy and no memory. Between threads it waits for blocks that are not placed yet, and not for the other ranks'
+    /// calls; where these turn out to differ, or do not come before their rank leaves, the world ends with that error.
     ///
     /// # Errors
     /// [`CommError::Engine`] where the blocks were placed by a communicator of another kind, or this one places none.

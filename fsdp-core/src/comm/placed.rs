@@ -3,8 +3,9 @@
 //! [Note: Gathers without a copy]
 //! Ranks that share memory hold each block of a tensor once between them. Where these blocks lie side by side, in one buffer,
 //! the blocks of all ranks *are* the whole tensor, and to gather it is to know that every rank has written its own. So a
-//! rank *places* a new block once, by a copy, and all gathers until the next change cost no copy, no memory, and no meeting:
-//! a rank that has been late since then holds up nobody. As in other gathers, memory is written once and then only read: a changed block is placed in a new buffer, and the old one lives as
+//! rank *places* a new block once, by a copy, and all gathers until the next change cost no copy and no memory. Between
+//! threads they cost no wait either: who comes first compares nothing, and who comes later compares what it asks for with
+//! what the first has asked for, so that ranks out of step are told, though a rank that is late holds up nobody. As in other gathers, memory is written once and then only read: a changed block is placed in a new buffer, and the old one lives as
 //! long as somebody reads it. That parameters may be shared memory of the ranks of a node is an old idea of data-parallel
 //! programs on MPI's shared windows; sharded training makes it exact, since here each rank changes its own block only.
 
@@ -45,12 +46,12 @@ impl PlacedPart {
         &self.shard
     }
 
-    /// Whether every rank has placed its block, so that a gather need not wait.
-    pub fn is_complete(&self) -> bool {
+    /// Whether a gather of it need not wait, neither for a rank's block nor for a rank.
+    pub(crate) fn is_ready(&self) -> bool {
         match &self.whole {
             Whole::Threads(placed) => placed.is_complete(),
             #[cfg(target_os = "linux")]
-            Whole::Processes(placed) => placed.is_complete(),
+            Whole::Processes(_) => false,
         }
     }
 

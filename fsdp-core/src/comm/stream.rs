@@ -1,6 +1,7 @@
 //! Communication in the background: one thread that runs collectives in the order of submission.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -40,6 +41,8 @@ pub struct CommStream {
     name: Arc<str>,
     /// Taken when the stream is dropped, which ends the worker.
     jobs: Option<Sender<Job>>,
+    /// Those that have not ended.
+    num_jobs: Arc<AtomicUsize>,
     worker: Option<JoinHandle<()>>,
 }
 
@@ -50,6 +53,7 @@ impl CommStream {
     /// [`CommError::Stream`] if the operating system refuses a thread.
     pub fn new(comm: Arc<dyn Communicator>, name: &str) -> Result<Self, CommError> {
         let (jobs, queue) = mpsc::channel::<Job>();
+        let num_jobs = Arc::new(AtomicUsize::new(0));
         let worker = thread::Builder::new().name(format!("{name}-{}", comm.rank())).spawn({
             let comm = comm.clone();
             move || queue.into_iter().for_each(|job| job(&*comm))
@@ -59,7 +63,7 @@ impl CommStream {
             stream: name.to_owned(),
             message: error.to_string(),
         })?;
-        Ok(Self { comm, name: name.into(), jobs: Some(jobs), worker: Some(worker) })
+        Ok(Self { comm, name: name.into(), jobs: Some(jobs), num_jobs, worker: Some(worker) })
     }
 
     /// Submits [`Communicator::all_gather`].
@@ -69,7 +73,8 @@ impl CommStream {
 
     /// [`Communicator::gather_placed`]: at once where every rank has placed, else submitted like the others.
     pub fn gather_placed(&self, tag: OpTag, parts: Vec<PlacedPart>) -> Pending<Vec<Bytes>> {
-        if parts.iter().all(PlacedPart::is_complete) {
+        // Jobs that are under way come first, in the order of the communicator.
+        if self.num_jobs.load(Ordering::Acquire) == 0 && parts.iter().all(PlacedPart::is_ready) {
             let now = Instant::now();
             let gathered = self.comm.gather_placed(&tag, &parts);
             let timing = Timing { submitted: now, started: now, finished: Instant::now(), blocked: Duration::ZERO };
@@ -98,6 +103,7 @@ impl CommStream {
     ) -> Pending<T> {
         let promise = Arc::new(Promise { outcome: Mutex::new(None), ready: Condvar::new() });
         let (fulfil, stream, submitted) = (promise.clone(), self.name.clone(), Instant::now());
+        let num_jobs = self.num_jobs.clone();
         let job: Job = Box::new(move |comm| {
             let started = Instant::now();
             let result = catch_unwind(AssertUnwindSafe(|| job(comm))).unwrap_or_else(|panic| {
@@ -105,10 +111,12 @@ impl CommStream {
                 Err(CommError::JobPanicked { rank, stream, message })
             });
             let timing = Timing { submitted, started, finished: Instant::now(), blocked: Duration::ZERO };
+            num_jobs.fetch_sub(1, Ordering::Release);
             *fulfil.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some((result, timing));
             fulfil.ready.notify_all();
         });
         let jobs = self.jobs.as_ref().expect("the queue is open until the stream is dropped");
+        self.num_jobs.fetch_add(1, Ordering::Relaxed);
         jobs.send(job).expect("the worker catches panics, so it lives as long as its queue");
         Pending { promise }
     }

@@ -8,7 +8,9 @@ use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
 use burn::optim::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig, momentum::MomentumConfig};
 use burn::tensor::{DType, Device, Gradients, Tensor};
-use fsdp_burn::{Config, Error, FusedAdamW, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch};
+use fsdp_burn::{
+    Config, Error, FusedAdamW, LaunchOptions, Link, Rank, Sharded, ShardedModel, Stage, StepOutcome, launch,
+};
 
 use super::models::Trial;
 
@@ -18,6 +20,11 @@ pub(crate) struct Outcome {
     pub(crate) losses: Vec<f64>,
     pub(crate) norms: Vec<f64>,
     pub(crate) weights: Weights,
+}
+
+/// For ranks that share no memory: a link between them, which costs nothing.
+pub(crate) fn apart() -> LaunchOptions {
+    LaunchOptions { link: Some(Link { alpha_s: 0.0, beta_s_per_byte: 0.0 }), ..LaunchOptions::default() }
 }
 
 /// Every parameter in whole, by its path.

@@ -39,7 +39,7 @@ pub(super) struct Domain {
 }
 
 /// An operation under way.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Op {
     pub(super) kind: OpKind,
     pub(super) tag: OpTag,

@@ -6,9 +6,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::super::CommError;
 use super::super::shared::{PIECE_BYTES, Piece, WHOLE_RUNS, from_blocks, pieces};
-use super::super::{CommError, OpKind, OpTag};
-use super::domain::{Domain, Op};
 use super::heap::Held;
 use super::network::{Payload, Span};
 use crate::ShardLayout;
@@ -68,25 +67,13 @@ impl Output {
     }
 }
 
-/// One tensor in memory of this host, in which each rank places its block, as one of them knows it.
+/// One tensor in memory of this host, in which each rank places its block.
 #[derive(Clone, Debug)]
-pub(crate) struct PlacedInProcesses(Arc<Placed>);
-
-#[derive(Debug)]
-struct Placed {
-    domain: Arc<Domain>,
-    op: Op,
-    output: Output,
-}
+pub(crate) struct PlacedInProcesses(Arc<Output>);
 
 impl PlacedInProcesses {
-    pub(super) fn new(domain: Arc<Domain>, op: Op, output: Output) -> Self {
-        Self(Arc::new(Placed { domain, op, output }))
-    }
-
-    pub(crate) fn is_complete(&self) -> bool {
-        let Placed { domain, op, .. } = &*self.0;
-        (0..domain.locals.len()).all(|local| domain.seat.cell(local).has_filled(op))
+    pub(super) fn new(output: Output) -> Self {
+        Self(Arc::new(output))
     }
 
     /// The block of `rank`.
@@ -94,7 +81,7 @@ impl PlacedInProcesses {
     /// # Safety
     /// The rank has filled it.
     pub(super) unsafe fn block(&self, rank: usize) -> Bytes {
-        let Output { tensors, held } = &self.0.output;
+        let Output { tensors, held } = &*self.0;
         let (layout, elem_bytes) = &tensors[0];
         let run = layout.runs(rank).next().unwrap_or(0..0);
         let bytes = run.start * elem_bytes..run.end * elem_bytes;
@@ -102,15 +89,13 @@ impl PlacedInProcesses {
         unsafe { view_of(held[0].clone(), bytes) }
     }
 
-    /// The whole tensor, once all ranks have placed their blocks.
-    pub(super) fn wait(&self, tag: &OpTag) -> Result<Bytes, CommError> {
-        let Placed { domain, op, output } = &*self.0;
-        if !self.is_complete() {
-            let op = Op { kind: OpKind::GatherPlaced, tag: tag.clone(), ..op.clone() };
-            domain.wait_for_cells(&op, |cell| cell.has_filled(&op))?;
-        }
-        // SAFETY: All blocks of all ranks are there, and nobody writes any more.
-        Ok(unsafe { view(output.held[0].clone()) })
+    /// The whole tensor.
+    ///
+    /// # Safety
+    /// All ranks have filled their blocks.
+    pub(super) unsafe fn whole(&self) -> Bytes {
+        // SAFETY: The same promise.
+        unsafe { view(self.0.held[0].clone()) }
     }
 }
 

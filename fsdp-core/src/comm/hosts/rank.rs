@@ -158,9 +158,11 @@ impl HostRank {
         prepare: impl FnOnce(&mut State) -> Result<(), CommError>,
         fill: impl FnOnce(&mut State, &Op, &Output) -> Result<(), CommError>,
     ) -> Result<Vec<Bytes>, CommError> {
+        let domain = &*self.domain;
         let (op, output) = self.offer(state, call, prepare)?;
         fill(state, &op, &output)?;
-        self.tell_filled(&op);
+        domain.my_cell().filled.store(op.number + 1, Ordering::Release);
+        domain.seat.entry().bell.ring();
         // A reduction has met already.
         let agreed = call.kind == OpKind::AllReduce;
         self.complete(&op, &output, agreed)?;
@@ -196,17 +198,11 @@ impl HostRank {
         Ok((op, Output { tensors, held }))
     }
 
-    /// This rank has written its blocks of what all ranks fill.
-    fn tell_filled(&self, op: &Op) {
-        self.domain.my_cell().filled.store(op.number + 1, Ordering::Release);
-        self.domain.seat.entry().bell.ring();
-    }
-
     /// Waits until all ranks have filled their blocks. Leaders exchange those of their hosts.
     fn complete(&self, op: &Op, output: &Output, agreed: bool) -> Result<(), CommError> {
         let domain = &*self.domain;
         if domain.others.is_empty() || domain.leads() {
-            domain.wait_for_cells(op, |cell| cell.has_filled(op))?;
+            domain.wait_for_cells(op, |cell| cell.filled.load(Ordering::Acquire) > op.number)?;
             if !agreed {
                 self.compare_locals(op)?;
             }
@@ -379,21 +375,22 @@ impl Communicator for HostRank {
             return Ok(None);
         }
         let call = Call::new(OpKind::Place, tag).gather(parts);
-        let (op, output) = self.offer(&mut self.state(), &call, |_| Ok(()))?;
+        let (_, output) = self.offer(&mut self.state(), &call, |_| Ok(()))?;
         output.copy(domain.rank, [&shard[..]]);
-        self.tell_filled(&op);
-        let placed = PlacedInProcesses::new(self.domain.clone(), op, output);
+        let placed = PlacedInProcesses::new(output);
         // SAFETY: This rank has filled its block, and nobody else writes there.
         let shard = unsafe { placed.block(domain.rank) };
         Ok(Some(PlacedPart::new(shard, layout.clone(), *elem_bytes, Whole::Processes(placed))))
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
-        let world = &self.domain.world;
-        world.check_alive()?;
+        let call = Call::new(OpKind::GatherPlaced, tag).gather_placed(parts);
+        let op = self.begin(&mut self.state(), &call, &[])?;
+        self.meet(&op)?;
         let whole = |part: &PlacedPart| match part.whole() {
-            Whole::Processes(placed) => placed.wait(tag),
-            Whole::Threads(_) => Err(not_placed(world.rank, tag)),
+            // SAFETY: Each rank has placed its block before it has come here, and nobody writes any more.
+            Whole::Processes(placed) => Ok(unsafe { placed.whole() }),
+            Whole::Threads(_) => Err(not_placed(self.domain.world.rank, tag)),
         };
         parts.iter().map(whole).collect()
     }

@@ -18,7 +18,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::arena::{Arena, Bell, PAGE_BYTES};
-use super::domain::Op;
 
 /// Channels and groups that may exist on a host at once.
 const NUM_ENTRIES: usize = 1024;
@@ -52,13 +51,6 @@ pub(super) struct Cell {
     pub(super) windows: AtomicU64,
     /// Where its notes are, in its own arena, and how long.
     pub(super) notes: [[AtomicU64; 2]; 2],
-}
-
-impl Cell {
-    /// Whether the member has written its blocks in this operation.
-    pub(super) fn has_filled(&self, op: &Op) -> bool {
-        self.filled.load(Ordering::Acquire) > op.number
-    }
 }
 
 /// The counters of one host.

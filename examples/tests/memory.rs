@@ -72,8 +72,8 @@ fn check_recomputation(config: &Config, plain: Plain) {
     );
 }
 
-/// At stage 3, what lives after forward, less activations, is the shards, the optimizer state and the kept units, and
-/// the buffers that gathers use again. It is never the whole model.
+/// At stage 3, what lives after forward, less activations, is the shards and the optimizer state, and a buffer for the next
+/// blocks. It is never the whole model for each rank.
 fn check_after_forward(outcomes: &[Outcome], plain: Plain, before: usize) {
     let world_size = outcomes.len() as u64;
     let live = (outcomes[0].after_forward - before) as u64 - world_size * plain.after_forward;
@@ -137,9 +137,9 @@ struct Outcome {
     recomputed: [u64; 2],
     peak: usize,
     after_forward: usize,
-    /// Parameters, optimizer state, and this rank's part of the kept units.
+    /// Parameters and optimizer state.
     resident: u64,
-    /// This rank's part of the units that are gathered at once.
+    /// This rank's part of the spare buffer of a unit.
     gathered: u64,
 }
 
@@ -172,15 +172,12 @@ fn sharded(rank: &Rank, model: GptConfig, plain: Plain) -> Result<Outcome, Error
     let without_activations =
         model.memory_estimate(OptimizerKind::Adam, Some(0.into())).peak_bytes().unwrap_or_default();
     let one_block = activations(&GptConfig { layers: 1, ..MODEL }, BATCH, 1).begin_bytes;
-    let plan = model.plan();
-    let kept = (0..plan.units().len()).filter(|&unit| plan.units()[unit].keep);
-    let kept_bytes = 4 * kept.map(|unit| plan.unit_len(unit) as u64).sum::<u64>() / rank.world_size() as u64;
     Ok(Outcome {
         predicted: estimates.map(|estimate| estimate.peak_bytes().unwrap_or_default()),
         recomputed: [without_activations, without_activations + one_block],
         peak,
         after_forward,
-        resident: estimate.parameter_bytes + estimate.optimizer_bytes + kept_bytes,
+        resident: estimate.parameter_bytes + estimate.optimizer_bytes,
         gathered: estimate.gathered_bytes,
     })
 }

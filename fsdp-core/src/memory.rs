@@ -256,14 +256,15 @@ impl MemoryModel {
             _ => 0,
         };
         // Of what is gathered again, only a smaller group has the same copy.
-        let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process.max(1));
+        let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process).max(1);
         // Blocks of ranks that share memory lie where these gather them, and one buffer is spare.
-        let in_place = self.ranks_per_process >= self.num_shards
+        let in_place = self.ranks_per_process > 1
+            && self.ranks_per_process >= self.num_shards
             && self.reshard.is_none()
             && self.tiers.parameters == 0.0
             && self.precision.master_bytes() == 0;
         let gathered_len = if gathers && in_place {
-            self.largest_unit_len.max(self.kept_len).min(full_len).div_ceil(self.num_shards.max(1))
+            self.largest_unit_len.max(self.kept_len).min(full_len).div_ceil(shared_among)
         } else if gathers {
             // No more than the whole model can be gathered, however deep the prefetch.
             let window_len = self.prefetch.saturating_add(1).saturating_mul(self.largest_unit_len);
@@ -271,7 +272,7 @@ impl MemoryModel {
             // A limit stops what is gathered ahead, but neither the unit in use nor the kept ones.
             let in_use = self.largest_unit_len.saturating_add(self.kept_len);
             let limit = self.prefetch_max_bytes.map_or(u64::MAX, |bytes| bytes / element_bytes);
-            at_most.min(limit.max(in_use)).div_ceil(shared_among.max(1))
+            at_most.min(limit.max(in_use)).div_ceil(shared_among)
         } else {
             0
         };
@@ -291,7 +292,7 @@ impl MemoryModel {
         let unit_len = (self.largest_unit_len.max(self.kept_len) as f64 * stepped_len as f64 / full_len.max(1) as f64)
             .ceil() as u64;
         let pooled_len = match gathers && self.ranks_per_process > 1 {
-            true => self.largest_unit_len.min(full_len).div_ceil(shared_among.max(1)),
+            true => self.largest_unit_len.min(full_len).div_ceil(shared_among),
             false => 0,
         };
         let tier_bytes = self.tiers.step_bytes(

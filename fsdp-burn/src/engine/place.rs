@@ -14,18 +14,22 @@ impl Engine {
     /// device, and what is gathered again among a smaller group.
     pub(crate) fn place(&self, unit: UnitIndex) -> Result<(), Error> {
         let mut state = self.lock();
-        for (param, _) in self.cut_params(unit) {
-            // A rank without a part of a parameter does not know whether it was stepped, so all are placed that may have been.
-            if !self.can_be_placed(param) || state.placed[param].is_some() && !self.is_trained(param) {
-                continue;
-            }
+        // A rank without a part of a parameter does not know whether it was stepped, so all are placed that may have been.
+        let may_have_changed = |param: &usize| state.placed[*param].is_none() || self.is_trained(*param);
+        let params = self.cut_params(unit).map(|(param, _)| param).filter(|&param| self.can_be_placed(param));
+        let params: Vec<_> = params.filter(may_have_changed).collect();
+        if params.is_empty() {
+            return Ok(());
+        }
+        let part = |&param: &usize| {
             let block = self.home().to_host(state.stored[param].clone())?;
-            let part = self.gather_part(param, block, self.dtypes.compute[param]);
-            let tag = self.tag(&state, Phase::Optimizer, unit);
-            if let Some(placed) = self.links.place.place(&tag, &part)? {
-                state.store(param, Block::Host(placed.shard().clone()));
-                state.placed[param] = Some(placed);
-            }
+            Ok(self.gather_part(param, block, self.dtypes.compute[param]))
+        };
+        let parts = params.iter().map(part).collect::<Result<Vec<_>, Error>>()?;
+        let placed = self.links.place.place(&self.tag(&state, Phase::Optimizer, unit), &parts)?;
+        for (param, placed) in params.into_iter().zip(placed.into_iter().flatten()) {
+            state.store(param, Block::Host(placed.shard().clone()));
+            state.placed[param] = Some(placed);
         }
         Ok(())
     }

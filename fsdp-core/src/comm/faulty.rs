@@ -147,10 +147,10 @@ impl Communicator for Faulty {
     }
 
     /// Over the link that it imitates, ranks share no memory.
-    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+    fn place(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
         match self.shared.plan.link {
             Some(_) => Ok(None),
-            None => self.run(tag, |_| 0, || self.inner.place(tag, part)),
+            None => self.run(tag, |_| 0, || self.inner.place(tag, parts)),
         }
     }
 

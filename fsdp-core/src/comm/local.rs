@@ -195,6 +195,16 @@ impl Domain {
         }
     }
 
+    /// As [`Domain::wait`], for all ranks to fill their blocks.
+    fn wait_for_filled<'s>(
+        &self,
+        rank: usize,
+        slot: &'s Slot,
+        operation: (OpKind, &OpTag),
+    ) -> Result<MutexGuard<'s, SlotState>, CommError> {
+        self.wait(rank, slot, operation, &slot.all_filled, |state, rank| state.filled[rank])
+    }
+
     /// The error of `rank`, which cannot wait for one of these that has left. Both are numbers of this domain.
     fn left(&self, rank: usize, (kind, tag): (OpKind, &OpTag), missing: &[usize]) -> Option<CommError> {
         let missing = missing.iter().map(|&rank| self.ranks[rank]);
@@ -224,6 +234,8 @@ pub(crate) struct PlacedInThreads {
     /// Number in the domain.
     rank: usize,
     slot: Arc<Slot>,
+    /// Number among those of the operation.
+    tensor: usize,
 }
 
 impl PlacedInThreads {
@@ -233,10 +245,9 @@ impl PlacedInThreads {
 
     /// The whole tensor, once all ranks have placed their blocks.
     fn wait(&self, tag: &OpTag) -> Result<Bytes, CommError> {
-        let Self { domain, rank, slot } = self;
-        let filled = |state: &SlotState, rank: usize| state.filled[rank];
-        let state = domain.wait(*rank, slot, (OpKind::GatherPlaced, tag), &slot.all_filled, filled)?;
-        Ok(state.output().views().remove(0))
+        let Self { domain, rank, slot, tensor } = self;
+        let state = domain.wait_for_filled(*rank, slot, (OpKind::GatherPlaced, tag))?;
+        Ok(state.outputs[*tensor].views().remove(0))
     }
 }
 
@@ -256,8 +267,8 @@ struct SlotState {
     first: Option<(usize, Call)>,
     /// What each rank brought; `Some` means that it has arrived.
     inputs: Vec<Option<Arc<[Bytes]>>>,
-    /// Whole tensors that all ranks fill together.
-    output: Option<Arc<SharedTensors>>,
+    /// Whole tensors that all ranks fill together; those that are placed, each by itself.
+    outputs: Vec<Arc<SharedTensors>>,
     /// Which ranks have filled their blocks of the output.
     filled: Vec<bool>,
     num_asleep: usize,
@@ -268,11 +279,6 @@ impl SlotState {
     /// Ranks that have not arrived.
     fn missing(&self) -> Vec<usize> {
         (0..self.inputs.len()).filter(|&rank| self.inputs[rank].is_none()).collect()
-    }
-
-    /// The tensors that all ranks fill.
-    fn output(&self) -> &Arc<SharedTensors> {
-        self.output.as_ref().expect("the first rank to arrive allocates the output of this kind")
     }
 }
 
@@ -306,11 +312,14 @@ struct LocalRank {
     next: AtomicU64,
     /// How many channels and groups of each name this rank has asked for.
     num_made: Mutex<HashMap<ChildName, u64>>,
+    /// Where it has placed last.
+    placed: Mutex<Option<Arc<Slot>>>,
 }
 
 impl LocalRank {
     fn create(domain: &Arc<Domain>, rank: usize) -> Arc<dyn Communicator> {
-        Arc::new(Self { domain: domain.clone(), rank, next: AtomicU64::new(0), num_made: Mutex::default() })
+        let (next, num_made, placed) = (AtomicU64::new(0), Mutex::default(), Mutex::default());
+        Arc::new(Self { domain: domain.clone(), rank, next, num_made, placed })
     }
 
     fn member(&self) -> Member {
@@ -332,7 +341,12 @@ impl LocalRank {
                     // A gathered unit lives briefly, and the next one takes its place; so does a block that is stepped.
                     // Gradients live until the step.
                     let pool = matches!(call.kind, OpKind::AllGather | OpKind::Place).then_some(&world.pool);
-                    state.output = Some(Arc::new(SharedTensors::whole(pool, world_size, call.tensors())));
+                    let whole = |tensors| Arc::new(SharedTensors::whole(pool, world_size, tensors));
+                    let tensors: Vec<_> = call.tensors().collect();
+                    state.outputs = match call.kind {
+                        OpKind::Place => tensors.into_iter().map(|tensor| whole(vec![tensor])).collect(),
+                        _ => vec![whole(tensors)],
+                    };
                 }
                 state.first = Some((world_rank, call));
             }
@@ -417,18 +431,26 @@ impl Communicator for LocalRank {
         Ok(output.views())
     }
 
-    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
-        let parts = std::slice::from_ref(part);
+    fn place(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
         self.member().check_gather(tag, parts)?;
-        let GatherPart { shard, layout, elem_bytes } = part;
-        if !PlacedPart::can_hold(layout) {
+        if !parts.iter().all(PlacedPart::can_hold) {
             return Ok(None);
         }
+        let before = lock(&self.placed).take();
+        if let Some(slot) = before {
+            drop(self.domain.wait_for_filled(self.rank, &slot, (OpKind::Place, tag))?);
+        }
         let visit = self.arrive(Call::new(OpKind::Place, tag).gather(parts), Vec::new(), true)?;
-        let shard = visit.output().place(self.rank, [&shard[..]]).remove(0);
+        let outputs = lock(&visit.slot.state).outputs.clone();
+        let place = |(tensor, part): (usize, &GatherPart)| {
+            let shard = outputs[tensor].place(self.rank, [&part.shard[..]]).remove(0);
+            let (domain, rank, slot) = (self.domain.clone(), self.rank, visit.slot.clone());
+            PlacedPart::new(shard, part, Whole::Threads(PlacedInThreads { domain, rank, slot, tensor }))
+        };
+        let placed = parts.iter().enumerate().map(place).collect();
         visit.tell_filled();
-        let placed = PlacedInThreads { domain: self.domain.clone(), rank: self.rank, slot: visit.slot.clone() };
-        Ok(Some(PlacedPart::new(shard, layout.clone(), *elem_bytes, Whole::Threads(placed))))
+        *lock(&self.placed) = Some(visit.slot.clone());
+        Ok(Some(placed))
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
@@ -536,7 +558,11 @@ struct Visit<'a> {
 impl Visit<'_> {
     /// The tensors that all ranks fill.
     fn output(&self) -> Arc<SharedTensors> {
-        lock(&self.slot.state).output().clone()
+        lock(&self.slot.state)
+            .outputs
+            .first()
+            .expect("the first rank to arrive allocates the output of this kind")
+            .clone()
     }
 
     /// Waits until all ranks have arrived; returns what each brought.
@@ -557,7 +583,8 @@ impl Visit<'_> {
     /// The same, and waits until all ranks have.
     fn wait_for_output(&self) -> Result<(), CommError> {
         self.tell_filled();
-        self.wait(&self.slot.all_filled, |state, rank| state.filled[rank]).map(drop)
+        let operation = (self.kind, &self.tag);
+        self.rank.domain.wait_for_filled(self.rank.rank, &self.slot, operation).map(drop)
     }
 
     /// As [`Domain::wait`], in this slot.

@@ -70,12 +70,13 @@ pub trait Communicator: Send + Sync + Debug {
     /// last view is dropped.
     fn all_gather(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Vec<Bytes>, CommError>;
 
-    /// Puts this rank's block to where all ranks can read the whole tensor, and waits for none of them. `None`, on all ranks
-    /// alike, where ranks do not share memory or a block is not one range of the tensor; by default always.
+    /// Puts this rank's block of each part to where all ranks can read the whole tensor. `None`, on all ranks alike, where ranks
+    /// do not share memory or a block is not one range of its tensor; by default always.
     ///
-    /// Cost: one copy of the block; in place of the copy in each [`Communicator::all_gather`] that follows. See [Note: Gathers
-    /// without a copy]. Between processes it waits for the operation before it.
-    fn place(&self, _tag: &OpTag, _part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
+    /// Waits until all ranks have placed what they had to before, and not for what they place now: no rank is ahead by more than
+    /// one operation, so that memory is needed for no more than that. Cost: one copy of each block, in place of the copy in each
+    /// [`Communicator::all_gather`] that follows. See [Note: Gathers without a copy].
+    fn place(&self, _tag: &OpTag, _parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
         Ok(None)
     }
 

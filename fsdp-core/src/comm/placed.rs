@@ -11,6 +11,7 @@
 
 use bytes::Bytes;
 
+use super::GatherPart;
 #[cfg(target_os = "linux")]
 use super::hosts::PlacedInProcesses;
 use super::local::PlacedInThreads;
@@ -37,8 +38,9 @@ pub(crate) enum Whole {
 }
 
 impl PlacedPart {
-    pub(crate) fn new(shard: Bytes, layout: ShardLayout, elem_bytes: usize, whole: Whole) -> Self {
-        Self { shard, layout, elem_bytes, whole }
+    /// What `part` is when it is placed.
+    pub(crate) fn new(shard: Bytes, part: &GatherPart, whole: Whole) -> Self {
+        Self { shard, layout: part.layout.clone(), elem_bytes: part.elem_bytes, whole }
     }
 
     /// This rank's block: flat, row-major. A view of the shared memory.
@@ -65,7 +67,7 @@ impl PlacedPart {
     }
 
     /// Whether each rank's block of a tensor is one range of it, so that it can be a view.
-    pub(crate) fn can_hold(layout: &ShardLayout) -> bool {
-        (0..layout.num_shards()).all(|rank| layout.runs(rank).nth(1).is_none())
+    pub(crate) fn can_hold(part: &GatherPart) -> bool {
+        (0..part.layout.num_shards()).all(|rank| part.layout.runs(rank).nth(1).is_none())
     }
 }

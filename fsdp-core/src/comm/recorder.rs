@@ -159,8 +159,8 @@ impl Communicator for Recorder {
         Ok(gathered)
     }
 
-    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
-        self.inner.place(tag, part)
+    fn place(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
+        self.inner.place(tag, parts)
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {

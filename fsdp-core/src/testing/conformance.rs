@@ -108,32 +108,32 @@ fn gathers_every_cut_of_every_shape(comm: &Arc<dyn Communicator>) -> Result<(), 
 
 fn what_is_placed_is_gathered_by_every_rank(comm: &Arc<dyn Communicator>) -> Result<(), CommError> {
     let gathers = comm.channel("gather")?;
-    let layouts = layouts(comm.world_size());
-    let place = |step: usize| {
-        let place = |layout: &ShardLayout| {
-            let shard = block_of(&whole(layout, 4, step), layout, 4, comm.rank());
-            let part = GatherPart { shard: shard.clone(), layout: layout.clone(), elem_bytes: 4 };
-            let placed = comm.place(&tag(step, "place"), &part)?;
-            assert!(placed.as_ref().is_none_or(|placed| *placed.shard() == shard), "{layout:?}");
-            Ok(placed.map(|placed| (whole(layout, 4, step), placed)))
-        };
-        layouts.iter().filter_map(|layout| place(layout).transpose()).collect::<Result<Vec<_>, _>>()
+    // Rows as they come, of which each rank has one range; and columns, which cannot be placed.
+    let (rows, columns): (Vec<_>, Vec<_>) =
+        layouts(comm.world_size()).into_iter().partition(|layout| layout.dim() == 0);
+    let part = |layout: &ShardLayout, step| {
+        let shard = block_of(&whole(layout, 4, step), layout, 4, comm.rank());
+        GatherPart { shard, layout: layout.clone(), elem_bytes: 4 }
     };
     let mut before: Option<(Vec<Bytes>, Vec<Bytes>)> = None;
     for step in 0..4 {
-        let (wholes, placed): (Vec<_>, Vec<_>) = place(step)?.into_iter().unzip();
-        if placed.is_empty() {
-            break;
-        }
+        let parts: Vec<_> = rows.iter().map(|layout| part(layout, step)).collect();
+        let wholes: Vec<_> = rows.iter().map(|layout| whole(layout, 4, step)).collect();
+        let Some(placed) = comm.place(&tag(step, "place"), &parts)? else { break };
+        assert!(parts.iter().zip(&placed).all(|(part, placed)| part.shard == *placed.shard()));
         // As often as it is wanted, in one operation and one by one.
         assert_eq!(gathers.gather_placed(&tag(step, "all"), &placed)?, wholes);
         for (placed, whole) in placed.iter().zip(&wholes) {
-            let placed = std::slice::from_ref(placed);
-            assert_eq!(gathers.gather_placed(&tag(step, "one"), placed)?, std::slice::from_ref(whole));
+            let (placed, whole) = (std::slice::from_ref(placed), std::slice::from_ref(whole));
+            assert_eq!(gathers.gather_placed(&tag(step, "one"), placed)?, whole);
         }
         // What was read before stays as it was.
         assert!(before.as_ref().is_none_or(|(gathered, wholes)| gathered == wholes));
         before = Some((gathers.gather_placed(&tag(step, "again"), &placed)?, wholes));
+    }
+    if comm.world_size() > 1 {
+        let parts: Vec<_> = columns.iter().map(|layout| part(layout, 9)).collect();
+        assert!(comm.place(&tag(9, "columns"), &parts)?.is_none(), "the same on every rank");
     }
     comm.barrier(&tag(9, "all"))
 }
@@ -148,9 +148,9 @@ fn a_rank_may_place_ahead_of_the_others(comm: &Arc<dyn Communicator>) -> Result<
         let layout = ShardLayout::new(&[3 * world_size + step % 2, 50], 0, world_size);
         let whole = whole(&layout, 4, step);
         let shard = block_of(&whole, &layout, 4, rank);
-        let placed = comm.place(&tag(step, "place"), &GatherPart { shard, layout, elem_bytes: 4 })?;
+        let placed = comm.place(&tag(step, "place"), &[GatherPart { shard, layout, elem_bytes: 4 }])?;
         if let (Some(placed), 0) = (placed, step % 5) {
-            assert_eq!(comm.gather_placed(&tag(step, "gather"), &[placed])?, [whole]);
+            assert_eq!(comm.gather_placed(&tag(step, "gather"), &placed)?, [whole]);
         }
     }
     Ok(())

@@ -33,9 +33,9 @@ impl Communicator for Streamed {
         self.0.all_gather(tag.clone(), parts.to_vec()).wait()
     }
 
-    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
-        let (tag, part) = (tag.clone(), part.clone());
-        self.0.submit(move |comm| comm.place(&tag, &part)).wait()
+    fn place(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
+        let (tag, parts) = (tag.clone(), parts.to_vec());
+        self.0.submit(move |comm| comm.place(&tag, &parts)).wait()
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {

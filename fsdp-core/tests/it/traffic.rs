@@ -38,9 +38,9 @@ fn a_gather_in_place_counts_as_the_gather_that_it_stands_for() {
         let comm = Recorder::new(comm, traffic.clone());
         let layout = ShardLayout::new(&[5], 0, 3);
         let shard = vec![0; 4 * layout.shard_len(comm.rank())].into();
-        let placed = comm.place(&tag(), &GatherPart { shard, layout, elem_bytes: 4 })?;
+        let placed = comm.place(&tag(), &[GatherPart { shard, layout, elem_bytes: 4 }])?;
         assert_eq!(traffic.total(), OpCount::default(), "placing sends nothing");
-        comm.gather_placed(&tag(), &[placed.expect("threads share memory")])?;
+        comm.gather_placed(&tag(), &placed.expect("threads share memory"))?;
         assert_eq!(traffic.total(), traffic.of(OpKind::AllGather));
         Ok::<_, CommError>(traffic.of(OpKind::AllGather))
     });

@@ -13,7 +13,6 @@ use super::network::{Payload, Span};
 use crate::ShardLayout;
 
 /// Tensors in memory of this host, as one rank fills and reads them.
-#[derive(Debug)]
 pub(super) struct Output {
     pub(super) tensors: Vec<(ShardLayout, usize)>,
     pub(super) held: Vec<Arc<Held>>,
@@ -69,11 +68,17 @@ impl Output {
 
 /// One tensor in memory of this host, in which each rank places its block.
 #[derive(Clone, Debug)]
-pub(crate) struct PlacedInProcesses(Arc<Output>);
+pub(crate) struct PlacedInProcesses {
+    layout: ShardLayout,
+    elem_bytes: usize,
+    held: Arc<Held>,
+}
 
 impl PlacedInProcesses {
-    pub(super) fn new(output: Output) -> Self {
-        Self(Arc::new(output))
+    /// Each tensor by itself.
+    pub(super) fn of(output: Output) -> impl Iterator<Item = Self> {
+        let tensors = output.tensors.into_iter().zip(output.held);
+        tensors.map(|((layout, elem_bytes), held)| Self { layout, elem_bytes, held })
     }
 
     /// The block of `rank`.
@@ -81,12 +86,10 @@ impl PlacedInProcesses {
     /// # Safety
     /// The rank has filled it.
     pub(super) unsafe fn block(&self, rank: usize) -> Bytes {
-        let Output { tensors, held } = &*self.0;
-        let (layout, elem_bytes) = &tensors[0];
-        let run = layout.runs(rank).next().unwrap_or(0..0);
-        let bytes = run.start * elem_bytes..run.end * elem_bytes;
+        let run = self.layout.runs(rank).next().unwrap_or(0..0);
+        let bytes = run.start * self.elem_bytes..run.end * self.elem_bytes;
         // SAFETY: The same promise.
-        unsafe { view_of(held[0].clone(), bytes) }
+        unsafe { view_of(self.held.clone(), bytes) }
     }
 
     /// The whole tensor.
@@ -95,7 +98,7 @@ impl PlacedInProcesses {
     /// All ranks have filled their blocks.
     pub(super) unsafe fn whole(&self) -> Bytes {
         // SAFETY: The same promise.
-        unsafe { view(self.0.held[0].clone()) }
+        unsafe { view(self.held.clone()) }
     }
 }
 

@@ -367,20 +367,21 @@ impl Communicator for HostRank {
         self.shared(&mut self.state(), &call, |_| Ok(()), fill)
     }
 
-    fn place(&self, tag: &OpTag, part: &GatherPart) -> Result<Option<PlacedPart>, CommError> {
-        let (domain, parts) = (&*self.domain, std::slice::from_ref(part));
+    fn place(&self, tag: &OpTag, parts: &[GatherPart]) -> Result<Option<Vec<PlacedPart>>, CommError> {
+        let domain = &*self.domain;
         domain.member().check_gather(tag, parts)?;
-        let GatherPart { shard, layout, elem_bytes } = part;
-        if !domain.others.is_empty() || !PlacedPart::can_hold(layout) {
+        if !domain.others.is_empty() || !parts.iter().all(PlacedPart::can_hold) {
             return Ok(None);
         }
         let call = Call::new(OpKind::Place, tag).gather(parts);
         let (_, output) = self.offer(&mut self.state(), &call, |_| Ok(()))?;
-        output.copy(domain.rank, [&shard[..]]);
-        let placed = PlacedInProcesses::new(output);
-        // SAFETY: This rank has filled its block, and nobody else writes there.
-        let shard = unsafe { placed.block(domain.rank) };
-        Ok(Some(PlacedPart::new(shard, layout.clone(), *elem_bytes, Whole::Processes(placed))))
+        output.copy(domain.rank, parts.iter().map(|part| &part.shard[..]));
+        let place = |(part, placed): (&GatherPart, PlacedInProcesses)| {
+            // SAFETY: This rank has filled its block, and nobody else writes there.
+            let shard = unsafe { placed.block(domain.rank) };
+            PlacedPart::new(shard, part, Whole::Processes(placed))
+        };
+        Ok(Some(parts.iter().zip(PlacedInProcesses::of(output)).map(place).collect()))
     }
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {

@@ -6,6 +6,8 @@
 //!
 //! - In an all-gather each rank copies its own block, S/N bytes, into a buffer that all ranks fill. Its reference copies
 //!   S/N bytes per thread.
+//! - Gathers in place copy a block once, when it is placed, and then nothing. A training step of stage 3 gathers each block
+//!   twice, for forward and for backward, so half of one placing and two gathers counts, beside the same reference.
 //! - In a reduction each rank reads its block from the tensors of all N ranks, S bytes, and writes one block, S/N bytes,
 //!   to memory that the allocator has just given. Its reference copies S bytes per thread. A copy also writes what it
 //!   reads, so the last column compares with a copy of as much traffic to memory, (S + S/N)/2 bytes.
@@ -47,6 +49,8 @@ struct Args {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 enum Work {
     AllGather,
+    /// Places a block and gathers twice, for each gather.
+    InPlace,
     ReduceScatter,
     AllReduce,
     /// Copies one block per thread.
@@ -56,12 +60,18 @@ enum Work {
 }
 
 impl Work {
-    const ALL: [Work; 5] = [Work::CopyBlock, Work::AllGather, Work::CopyWhole, Work::ReduceScatter, Work::AllReduce];
-    const COLLECTIVES: [Work; 3] = [Work::AllGather, Work::ReduceScatter, Work::AllReduce];
+    const ALL: [Work; 6] =
+        [Work::CopyBlock, Work::AllGather, Work::InPlace, Work::CopyWhole, Work::ReduceScatter, Work::AllReduce];
+    const COLLECTIVES: [Work; 4] = [Work::AllGather, Work::InPlace, Work::ReduceScatter, Work::AllReduce];
+
+    fn is_gather(self) -> bool {
+        matches!(self, Work::AllGather | Work::InPlace)
+    }
 
     fn name(self) -> &'static str {
         match self {
             Work::AllGather => "all-gather",
+            Work::InPlace => "in place",
             Work::ReduceScatter => "reduce-scatter",
             Work::AllReduce => "all-reduce",
             Work::CopyBlock => "copy of a block",
@@ -71,7 +81,7 @@ impl Work {
 
     /// The copy that a collective is compared with.
     fn reference(self) -> Work {
-        if self == Work::AllGather { Work::CopyBlock } else { Work::CopyWhole }
+        if self.is_gather() { Work::CopyBlock } else { Work::CopyWhole }
     }
 }
 
@@ -155,13 +165,15 @@ fn measure(args: &Args, tensor_bytes: usize) -> Result<Vec<Row>, Box<dyn std::er
             let end = spans.map(|(_, end)| end).max();
             start.zip(end).map_or(f64::NAN, |(start, end)| (end - start).as_secs_f64())
         };
-        median(&(0..repetitions).map(of_repetition).collect::<Vec<_>>()) / Sizes::num_batched(tensor_bytes, 512) as f64
+        let num_gathers = if work == Work::InPlace { 2 } else { 1 };
+        let num_times = num_gathers * Sizes::num_batched(tensor_bytes, 512);
+        median(&(0..repetitions).map(of_repetition).collect::<Vec<_>>()) / num_times as f64
     };
     let row = |work: Work| {
         let (seconds, copy_seconds) = (seconds(work), seconds(work.reference()));
         let ratio = copy_seconds / seconds;
         let (moved_bytes, traffic_ratio) = match work {
-            Work::AllGather => (tensor_bytes / ranks, ratio),
+            Work::AllGather | Work::InPlace => (tensor_bytes / ranks, ratio),
             _ => (tensor_bytes, ratio * (ranks + 1) as f64 / (2 * ranks) as f64),
         };
         Row { work, tensor_bytes, moved_bytes, seconds, copy_seconds, ratio, traffic_ratio }
@@ -203,13 +215,13 @@ impl RankWork {
     }
 
     /// For each repetition, when each kind of work began and ended.
-    fn run(mut self, repetitions: usize, together: &Barrier) -> Result<Vec<[(Instant, Instant); 5]>, CommError> {
+    fn run(mut self, repetitions: usize, together: &Barrier) -> Result<Vec<[(Instant, Instant); 6]>, CommError> {
         for work in Work::ALL {
             self.once(work)?;
         }
         let mut spans = Vec::new();
         for _ in 0..repetitions {
-            let mut of_repetition = [(Instant::now(), Instant::now()); 5];
+            let mut of_repetition = [(Instant::now(), Instant::now()); 6];
             for (work, span) in Work::ALL.into_iter().zip(&mut of_repetition) {
                 together.wait();
                 let start = Instant::now();
@@ -226,14 +238,19 @@ impl RankWork {
     fn once(&mut self, work: Work) -> Result<(), CommError> {
         let tag = OpTag::new(0, Phase::Control, "bench");
         let block_bytes = self.layout.shard_len(self.comm.rank()) * size_of::<f32>();
-        let read_bytes =
-            if matches!(work, Work::AllGather | Work::CopyBlock) { block_bytes } else { self.tensor_bytes };
+        let read_bytes = if work.is_gather() || work == Work::CopyBlock { block_bytes } else { self.tensor_bytes };
         let read = self.turn(read_bytes);
         let layout = self.layout.clone();
         match work {
             Work::AllGather => {
                 let part = GatherPart { shard: read, layout, elem_bytes: 4 };
                 drop(black_box(self.comm.all_gather(&tag, &[part])?));
+            }
+            Work::InPlace => {
+                let part = GatherPart { shard: read, layout, elem_bytes: 4 };
+                let placed = self.comm.place(&tag, &[part])?.unwrap_or_default();
+                drop(black_box(self.comm.gather_placed(&tag, &placed)?));
+                drop(black_box(self.comm.gather_placed(&tag, &placed)?));
             }
             Work::ReduceScatter => {
                 let part = ReducePart { full: read, layout, dtype: Dtype::F32 };

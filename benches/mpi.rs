@@ -6,7 +6,8 @@
 //! `MPI_Reduce_scatter_block` and with ours. What is read takes turns through so many tensors that a cache does not hold
 //! them, as in a training step; what is written goes to a buffer that is used again. The library writes the gathered tensor
 //! once per rank; ours is one buffer of the host, which all ranks may read. Before the clock starts, both must give the same
-//! bytes. A time is that of the slowest rank, and the median of all repetitions counts. Bandwidth is the size of the whole
+//! bytes. Blocks that are gathered in place are copied once, when they are placed: a training step of stage 3 gathers each twice, for
+//! forward and for backward, so half of one placing and two gathers counts as one. A time is that of the slowest rank, and the median of all repetitions counts. Bandwidth is the size of the whole
 //! tensor by that time.
 
 use std::os::unix::process::CommandExt;
@@ -45,19 +46,27 @@ struct Args {
 enum Work {
     Allgather,
     AllGather,
+    /// Places a block and gathers twice, for each gather; between hosts blocks cannot be placed.
+    InPlace,
     ReduceScatterBlock,
     ReduceScatter,
 }
 
 impl Work {
-    const ALL: [Work; 4] = [Work::Allgather, Work::AllGather, Work::ReduceScatterBlock, Work::ReduceScatter];
+    const ALL: [Work; 5] =
+        [Work::Allgather, Work::AllGather, Work::InPlace, Work::ReduceScatterBlock, Work::ReduceScatter];
     /// The library's, and ours.
-    const PAIRS: [[Work; 2]; 2] = [[Work::Allgather, Work::AllGather], [Work::ReduceScatterBlock, Work::ReduceScatter]];
+    const PAIRS: [[Work; 2]; 3] = [
+        [Work::Allgather, Work::AllGather],
+        [Work::Allgather, Work::InPlace],
+        [Work::ReduceScatterBlock, Work::ReduceScatter],
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Work::Allgather => "MPI_Allgather",
             Work::AllGather => "all-gather",
+            Work::InPlace => "in place",
             Work::ReduceScatterBlock => "MPI_Reduce_scatter_block",
             Work::ReduceScatter => "reduce-scatter",
         }
@@ -146,11 +155,13 @@ fn measure(
     let mut work = RankWork::new(mpi.clone(), comm.clone(), tensor_bytes);
     work.check()?;
     let batch = Sizes::num_batched(tensor_bytes, 64);
-    let mut seconds: Vec<[f64; 4]> = Vec::new();
+    let shares_memory = comm.num_sharing() == comm.world_size();
+    let is_run = |work: Work| work != Work::InPlace || shares_memory;
+    let mut seconds: Vec<[f64; 5]> = Vec::new();
     // The first round is not counted.
     for repetition in 0..=args.sizes.repetitions {
-        let mut of_repetition = [0.0; 4];
-        for (kind, seconds) in Work::ALL.into_iter().zip(&mut of_repetition) {
+        let mut of_repetition = [0.0; 5];
+        for (kind, seconds) in Work::ALL.into_iter().zip(&mut of_repetition).filter(|(kind, _)| is_run(*kind)) {
             comm.barrier(&tag())?;
             let start = Instant::now();
             work.run(kind, batch)?;
@@ -165,20 +176,21 @@ fn measure(
         median(&seconds.iter().map(|seconds| seconds[place]).collect::<Vec<_>>())
     };
     let row = |[library, work]: [Work; 2]| {
-        let (library_seconds, seconds) = (of(library), of(work));
+        let num_gathers = if work == Work::InPlace { 2.0 } else { 1.0 };
+        let (library_seconds, seconds) = (of(library), of(work) / num_gathers);
         Row { work, tensor_bytes, seconds, library_seconds, ratio: library_seconds / seconds }
     };
-    Ok(Work::PAIRS.map(row).into())
+    Ok(Work::PAIRS.into_iter().filter(|[_, ours]| is_run(*ours)).map(row).collect())
 }
 
 /// Of each kind of work, the time of the rank that took longest.
-fn slowest(comm: &dyn Communicator, seconds: [f64; 4]) -> Result<[f64; 4], CommError> {
-    let layout = ShardLayout::new(&[comm.world_size() * 4], 0, comm.world_size());
+fn slowest(comm: &dyn Communicator, seconds: [f64; 5]) -> Result<[f64; 5], CommError> {
+    let layout = ShardLayout::new(&[comm.world_size() * 5], 0, comm.world_size());
     let shard = seconds.iter().flat_map(|seconds| seconds.to_ne_bytes()).collect();
     let all = comm.all_gather(&tag(), &[GatherPart { shard, layout, elem_bytes: 8 }])?.remove(0);
-    let mut slowest = [0.0_f64; 4];
+    let mut slowest = [0.0_f64; 5];
     for (place, bytes) in all.as_chunks::<8>().0.iter().enumerate() {
-        slowest[place % 4] = slowest[place % 4].max(f64::from_ne_bytes(*bytes));
+        slowest[place % 5] = slowest[place % 5].max(f64::from_ne_bytes(*bytes));
     }
     Ok(slowest)
 }
@@ -232,7 +244,7 @@ impl RankWork {
     fn run(&mut self, work: Work, times: usize) -> Result<(), Box<dyn std::error::Error>> {
         let starts: Vec<usize> = (0..times).map(|_| self.turn()).collect();
         match work {
-            Work::AllGather | Work::ReduceScatter => {
+            Work::AllGather | Work::InPlace | Work::ReduceScatter => {
                 starts.into_iter().try_for_each(|start| self.once(work, start).map(drop))?;
             }
             Work::Allgather | Work::ReduceScatterBlock => {
@@ -261,7 +273,8 @@ impl RankWork {
 
     /// Fails unless the library and ours give the same bytes.
     fn check(&mut self) -> Result<(), Box<dyn std::error::Error>> {
-        for [library, ours] in Work::PAIRS {
+        let shares_memory = self.comm.num_sharing() == self.comm.world_size();
+        for [library, ours] in Work::PAIRS.into_iter().filter(|[_, ours]| *ours != Work::InPlace || shares_memory) {
             self.next = 0;
             self.run(library, 1)?;
             let bytes = self.once(ours, 0)?;
@@ -276,10 +289,20 @@ impl RankWork {
 
     fn once(&self, work: Work, start: usize) -> Result<Bytes, CommError> {
         let layout = self.layout.clone();
-        if work == Work::AllGather {
-            let block_bytes = layout.shard_len(self.comm.rank()) * 4;
-            let part = GatherPart { shard: self.tensors.slice(start..start + block_bytes), layout, elem_bytes: 4 };
-            return Ok(self.comm.all_gather(&tag(), &[part])?.remove(0));
+        let block_bytes = layout.shard_len(self.comm.rank()) * 4;
+        let block = || self.tensors.slice(start..start + block_bytes);
+        match work {
+            Work::AllGather => {
+                let part = GatherPart { shard: block(), layout, elem_bytes: 4 };
+                return Ok(self.comm.all_gather(&tag(), &[part])?.remove(0));
+            }
+            Work::InPlace => {
+                let part = GatherPart { shard: block(), layout, elem_bytes: 4 };
+                let placed = self.comm.place(&tag(), &[part])?.unwrap_or_default();
+                drop(self.comm.gather_placed(&tag(), &placed)?);
+                return Ok(self.comm.gather_placed(&tag(), &placed)?.remove(0));
+            }
+            _ => {}
         }
         let full = self.tensors.slice(start..start + self.tensor_bytes);
         let part = ReducePart { full, layout, dtype: Dtype::F32 };

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use crate::hosts::{Frame, Inbox, Key, Network, Payload, Receipt, Span, connect};
+use crate::hosts::{Frame, Inbox, Key, Landing, Network, Payload, Span, connect};
 use crate::{AbortCause, CommError, Communicator, Control, Issued};
 
 /// One rank's end of a network whose ranks are threads. It counts the bytes of payloads that leave the rank.
@@ -74,22 +74,13 @@ impl Network for Loopback {
         let wire = self.wire(to);
         let frame = Frame { head, payload_bytes: bytes.len(), tag };
         wire.payloads.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, bytes);
-        wire.inbox.deliver(self.rank, key, frame);
+        if let Some(landing) = wire.inbox.deliver(self.rank, key, frame) {
+            wire.receive(landing);
+        }
     }
 
-    fn receive(&self, _: usize, frame: Frame, payload: Payload) -> Receipt {
-        let wire = self.wire(self.rank);
-        let bytes = wire.payloads.lock().unwrap_or_else(PoisonError::into_inner).remove(&frame.tag).unwrap_or_default();
-        let mut rest = &bytes[..];
-        for span in payload.spans() {
-            let (piece, after) = rest.split_at(span.len);
-            // SAFETY: Whoever made the payload vouches that nobody else uses its spans.
-            unsafe { std::slice::from_raw_parts_mut(span.start, span.len) }.copy_from_slice(piece);
-            rest = after;
-        }
-        let receipt = Receipt::default();
-        wire.inbox.complete(&receipt);
-        receipt
+    fn receive(&self, _: usize, landing: Landing) {
+        self.wire(self.rank).receive(landing);
     }
 
     fn leave(&self, to: usize, world: u64) {
@@ -98,6 +89,20 @@ impl Network for Loopback {
 
     fn inbox(&self) -> &Inbox {
         &self.wire(self.rank).inbox
+    }
+}
+
+impl Wire {
+    fn receive(&self, Landing { frame, payload, receipt }: Landing) {
+        let bytes = self.payloads.lock().unwrap_or_else(PoisonError::into_inner).remove(&frame.tag).unwrap_or_default();
+        let mut rest = &bytes[..];
+        for span in payload.spans() {
+            let (piece, after) = rest.split_at(span.len);
+            // SAFETY: Whoever made the payload vouches that nobody else uses its spans.
+            unsafe { std::slice::from_raw_parts_mut(span.start, span.len) }.copy_from_slice(piece);
+            rest = after;
+        }
+        self.inbox.complete(&receipt);
     }
 }
 

@@ -138,12 +138,29 @@ impl Domain {
     ) -> Result<Frame, CommError> {
         let key = self.key(op, stage);
         let inbox = self.world.network.inbox();
-        self.wait_for_network(op, host, false, || inbox.take(self.ranks[from], key))
+        self.wait_for_network(op, host, || false, || inbox.take(self.ranks[from], key))
     }
 
-    /// Waits until what a frame of `host` has announced is there.
+    /// Memory for the payload of a frame from another host, which is written there as soon as it comes.
+    pub(super) fn expect(&self, op: &Op, from: usize, stage: Stage, payload: Payload) -> Receipt {
+        self.world.network.expect(self.ranks[from], self.key(op, stage), payload)
+    }
+
+    /// Receives what a frame of another host has announced into memory of that size.
+    pub(super) fn receive(&self, from: usize, frame: Frame, payload: Payload) -> Receipt {
+        let receipt = Receipt::default();
+        let landing = receipt.announce(frame, payload);
+        landing.into_iter().for_each(|landing| self.world.network.receive(self.ranks[from], landing));
+        receipt
+    }
+
+    /// Waits until a payload is there. `host` are the ranks that its sender may wait for in turn; it is the first of them.
     pub(super) fn wait_for_receipt(&self, op: &Op, host: &[usize], receipt: &Receipt) -> Result<(), CommError> {
-        self.wait_for_network(op, host, true, || receipt.is_complete().then_some(()))
+        let is_decided = || (receipt.is_complete() || receipt.refused().is_some()).then_some(());
+        self.wait_for_network(op, host, || receipt.is_announced(), is_decided)?;
+        let Some([got, expected]) = receipt.refused() else { return Ok(()) };
+        let message = format!("rank {} sent {got} bytes where {expected} were due", self.ranks[host[0]]);
+        Err(self.world.fail(self.engine_error(op, message)))
     }
 
     /// Waits until `get` finds something in what has arrived from other hosts.
@@ -151,16 +168,16 @@ impl Domain {
         &self,
         op: &Op,
         host: &[usize],
-        is_on_its_way: bool,
+        is_on_its_way: impl Fn() -> bool,
         mut get: impl FnMut() -> Option<T>,
     ) -> Result<T, CommError> {
         let inbox = self.world.network.inbox();
         let mut wait = Wait::begin(self, op, self.grace());
-        wait.is_on_its_way = is_on_its_way;
         loop {
             if let Some(found) = inbox.wait(LOOK, &mut get) {
                 return Ok(found);
             }
+            wait.is_on_its_way = is_on_its_way();
             wait.look(|| host.to_vec())?;
         }
     }

@@ -23,6 +23,6 @@ mod rounds;
 mod table;
 mod world;
 
-pub use network::{Frame, Inbox, Key, Memory, Network, Payload, Receipt, Span};
+pub use network::{Frame, Inbox, Key, Landing, Memory, Network, Payload, Receipt, Span};
 pub(crate) use output::PlacedInProcesses;
 pub use world::{connect, exchange};

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a message belongs to.
@@ -35,8 +35,18 @@ pub trait Network: Send + Sync + Debug {
     /// Sends a frame, and after it the payload, whose memory the engine reads until it lets go of it.
     fn send(&self, to: usize, key: Key, head: Vec<u8>, payload: Option<Payload>);
 
-    /// Writes the payload that a frame from `from` has announced into `payload`, which has that many bytes.
-    fn receive(&self, from: usize, frame: Frame, payload: Payload) -> Receipt;
+    /// Writes the payload that a frame from `from` has announced into `payload`, which has that many bytes, and tells the receipt.
+    fn receive(&self, from: usize, landing: Landing);
+
+    /// Writes the payload that a frame from `from` with this key will announce, or has announced, into `payload`: as soon as it
+    /// comes, on the engine's thread, without waking anybody before it is there. The frame is delivered to nobody else.
+    fn expect(&self, from: usize, key: Key, payload: Payload) -> Receipt {
+        let receipt = Receipt::default();
+        if let Some(landing) = self.inbox().expect(from, key, payload, receipt.clone()) {
+            self.receive(from, landing);
+        }
+        receipt
+    }
 
     /// Tells another rank that this one makes no further call in this world.
     fn leave(&self, to: usize, world: u64);
@@ -119,18 +129,58 @@ pub struct Frame {
     pub tag: u64,
 }
 
+/// A payload that has been announced, and where it belongs.
+#[derive(Debug)]
+pub struct Landing {
+    /// What has announced it.
+    pub frame: Frame,
+    /// Where to.
+    pub payload: Payload,
+    /// Whom to tell.
+    pub receipt: Receipt,
+}
+
 /// Told when a payload is complete.
 #[derive(Clone, Debug, Default)]
-pub struct Receipt(Arc<AtomicBool>);
+pub struct Receipt(Arc<Arrival>);
+
+#[derive(Debug, Default)]
+struct Arrival {
+    is_announced: AtomicBool,
+    is_complete: AtomicBool,
+    /// How many bytes were announced, where others were due, and how many these were.
+    refused: OnceLock<[usize; 2]>,
+}
 
 impl Receipt {
     fn complete(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.is_complete.store(true, Ordering::Release);
+    }
+
+    /// Whether its sender has done its part.
+    pub fn is_announced(&self) -> bool {
+        self.0.is_announced.load(Ordering::Acquire)
     }
 
     /// Whether the payload is there.
     pub fn is_complete(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.is_complete.load(Ordering::Acquire)
+    }
+
+    /// How many bytes were announced, where others were due, and how many these were.
+    pub fn refused(&self) -> Option<[usize; 2]> {
+        self.0.refused.get().copied()
+    }
+
+    /// What is to be received, unless the announced bytes are not those that are due.
+    pub(super) fn announce(&self, frame: Frame, payload: Payload) -> Option<Landing> {
+        let bytes = [frame.payload_bytes, payload.len()];
+        if bytes[0] != bytes[1] {
+            self.0.refused.get_or_init(|| bytes);
+            return None;
+        }
+        self.0.is_announced.store(true, Ordering::Release);
+        Some(Landing { frame, payload, receipt: self.clone() })
     }
 }
 
@@ -146,12 +196,24 @@ pub struct Inbox {
 #[derive(Debug, Default)]
 struct Arrived {
     frames: HashMap<(usize, Key), VecDeque<Frame>>,
+    expected: HashMap<(usize, Key), (Payload, Receipt)>,
     left: HashSet<(u64, usize)>,
     failure: Option<String>,
     num_waiting: usize,
     engine_woken: bool,
     num_changes: u64,
     num_worlds: u64,
+}
+
+impl Arrived {
+    fn take(&mut self, from: usize, key: Key) -> Option<Frame> {
+        let queue = self.frames.get_mut(&(from, key))?;
+        let frame = queue.pop_front();
+        if queue.is_empty() {
+            self.frames.remove(&(from, key));
+        }
+        frame
+    }
 }
 
 impl Inbox {
@@ -162,9 +224,27 @@ impl Inbox {
         state.num_worlds
     }
 
-    /// A frame has arrived.
-    pub fn deliver(&self, from: usize, key: Key, frame: Frame) {
-        self.change(|state| state.frames.entry((from, key)).or_default().push_back(frame));
+    /// A frame has arrived. Returns what the engine is to receive now, if that was expected.
+    #[must_use = "what was expected is received by the engine"]
+    pub fn deliver(&self, from: usize, key: Key, frame: Frame) -> Option<Landing> {
+        let mut landing = None;
+        self.change(|state| match state.expected.remove(&(from, key)) {
+            Some((payload, receipt)) => landing = receipt.announce(frame, payload),
+            None => state.frames.entry((from, key)).or_default().push_back(frame),
+        });
+        landing
+    }
+
+    /// The payload of this frame belongs to `payload`. Returns what the engine is to receive now, if the frame is there.
+    fn expect(&self, from: usize, key: Key, payload: Payload, receipt: Receipt) -> Option<Landing> {
+        let mut state = self.lock();
+        match state.take(from, key) {
+            Some(frame) => receipt.announce(frame, payload),
+            None => {
+                state.expected.insert((from, key), (payload, receipt));
+                None
+            }
+        }
     }
 
     /// A rank has told that it makes no further call in a world.
@@ -214,13 +294,7 @@ impl Inbox {
 
     /// The frame, if it is there.
     pub fn take(&self, from: usize, key: Key) -> Option<Frame> {
-        let mut state = self.lock();
-        let queue = state.frames.get_mut(&(from, key))?;
-        let frame = queue.pop_front();
-        if queue.is_empty() {
-            state.frames.remove(&(from, key));
-        }
-        frame
+        self.lock().take(from, key)
     }
 
     /// Whether the rank has told that it makes no further call.

@@ -15,7 +15,7 @@ use super::super::wire;
 use super::super::{AbortCause, CommError, Communicator, GatherPart, OpKind, OpTag, Reduce, ReducePart, not_placed};
 use super::domain::{Domain, Op, Stage};
 use super::heap::Held;
-use super::network::{Frame, Payload, Receipt, Span};
+use super::network::{Payload, Receipt, Span};
 use super::output::{Fill, Output, PlacedInProcesses, view};
 use super::rounds::{Rounds, window_bytes};
 use crate::ShardLayout;
@@ -47,6 +47,13 @@ struct State {
 struct Note<'a> {
     blocks: Vec<usize>,
     call: &'a [u8],
+}
+
+/// A buffer that a member on another host will send.
+struct Expected {
+    from: usize,
+    held: Arc<Held>,
+    receipt: Receipt,
 }
 
 impl HostRank {
@@ -213,6 +220,8 @@ impl HostRank {
         if !domain.leads() {
             return domain.wait_for_leader(op, COMPLETE);
         }
+        let expect = |host: &Vec<usize>| domain.expect(op, host[0], Stage::Data, output.payload(host));
+        let receipts: Vec<_> = domain.others.iter().map(|host| (host, expect(host))).collect();
         if !agreed {
             self.send_call(op);
         }
@@ -222,11 +231,6 @@ impl HostRank {
         if !agreed {
             self.compare_hosts(op)?;
         }
-        let mut receipts = Vec::new();
-        for host in &domain.others {
-            let frame = domain.wait_for_frame(op, host[0], Stage::Data, host)?;
-            receipts.push((host, self.receive(op, host[0], frame, output.payload(host))?));
-        }
         for (host, receipt) in receipts {
             domain.wait_for_receipt(op, host, &receipt)?;
         }
@@ -234,38 +238,32 @@ impl HostRank {
         Ok(())
     }
 
-    fn receive(&self, op: &Op, from: usize, frame: Frame, payload: Payload) -> Result<Receipt, CommError> {
-        let domain = &*self.domain;
-        if frame.payload_bytes != payload.len() {
-            let (got, expected, from) = (frame.payload_bytes, payload.len(), domain.ranks[from]);
-            let message = format!("rank {from} sent {got} bytes where {expected} were due");
-            return Err(domain.world.fail(domain.engine_error(op, message)));
-        }
-        Ok(domain.world.network.receive(domain.ranks[from], frame, payload))
-    }
-
-    /// Receives whole buffers from members on other hosts.
-    fn receive_buffers(
+    /// Memory for `len` bytes from each of some members on other hosts.
+    fn expect_buffers(
         &self,
         op: &Op,
         from: impl Iterator<Item = usize>,
-    ) -> Result<HashMap<usize, Arc<[u8]>>, CommError> {
+        len: usize,
+    ) -> Result<Vec<Expected>, CommError> {
         let domain = &*self.domain;
-        let mut buffers = HashMap::new();
-        let mut receipts = Vec::new();
-        for from in from {
-            let frame = domain.wait_for_frame(op, from, Stage::Data, &[from])?;
-            let buffer: Arc<[u8]> = std::iter::repeat_n(0, frame.payload_bytes).collect();
-            let span = Span { start: buffer.as_ptr().cast_mut(), len: buffer.len() };
-            // SAFETY: The buffer is new, and is read only once it is complete.
-            let payload = unsafe { Payload::new([span], buffer.clone()) };
-            receipts.push((from, self.receive(op, from, frame, payload)?));
-            buffers.insert(from, buffer);
-        }
-        for (from, receipt) in receipts {
-            domain.wait_for_receipt(op, &[from], &receipt)?;
-        }
-        Ok(buffers)
+        let expect = |from: usize| {
+            let held = Arc::new(domain.world.heap.hold(self.take(&op.tag, len, 1)?, len));
+            let span = Span { start: held.arena().at(held.offset(), len).as_ptr(), len };
+            // SAFETY: A new block, which is read once it is complete.
+            let payload = unsafe { Payload::new([span], held.clone()) };
+            Ok(Expected { from, held, receipt: domain.expect(op, from, Stage::Data, payload) })
+        };
+        from.map(expect).collect()
+    }
+
+    /// What was expected, by its sender, once it is there.
+    fn wait_for_buffers(&self, op: &Op, expected: Vec<Expected>) -> Result<HashMap<usize, Bytes>, CommError> {
+        let wait = |Expected { from, held, receipt }: Expected| {
+            self.domain.wait_for_receipt(op, &[from], &receipt)?;
+            // SAFETY: It is complete.
+            Ok((from, unsafe { view(held) }))
+        };
+        expected.into_iter().map(wait).collect()
     }
 
     fn remote_ranks(&self) -> impl Iterator<Item = usize> {
@@ -295,6 +293,8 @@ impl HostRank {
         fill: impl FnOnce(&mut Fill<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         let domain = &*self.domain;
+        let own_bytes = |part: &ReducePart| part.layout.shard_len(domain.rank) * part.dtype.size_bytes();
+        let expected = self.expect_buffers(op, self.remote_ranks(), parts.iter().map(own_bytes).sum())?;
         for to in self.remote_ranks() {
             let spans = parts.iter().flat_map(|part| {
                 let elem_bytes = part.dtype.size_bytes();
@@ -310,7 +310,7 @@ impl HostRank {
             domain.send(op, to, Stage::Data, Vec::new(), Some(payload));
         }
         self.meet(op)?;
-        let remote = self.receive_buffers(op, self.remote_ranks())?;
+        let remote = self.wait_for_buffers(op, expected)?;
         // Of this rank's block, over all parts.
         let mut done = 0;
         fill(&mut |part, elements, target| {
@@ -477,7 +477,9 @@ impl Communicator for HostRank {
                     block.copy(domain.rank, [source]);
                 }
                 None => {
-                    let received = self.receive_buffers(&op, std::iter::once(root))?;
+                    let own_bytes = layout.shard_len(domain.rank) * elem_bytes;
+                    let expected = self.expect_buffers(&op, std::iter::once(root), own_bytes)?;
+                    let received = self.wait_for_buffers(&op, expected)?;
                     block.copy(domain.rank, [&received[&root][..]]);
                 }
             }
@@ -564,7 +566,7 @@ impl HostRank {
             let span = Span { start: held.arena().at(offset, len).as_ptr(), len };
             // SAFETY: A new block, which nobody reads before the leader says so.
             let payload = unsafe { Payload::new([span], held.clone()) };
-            let receipt = self.receive(op, root, frame, payload)?;
+            let receipt = domain.receive(root, frame, payload);
             domain.wait_for_receipt(op, &[root], &receipt)?;
             led_offset.store(offset as u64, Ordering::Relaxed);
             led_len.store(len as u64, Ordering::Relaxed);

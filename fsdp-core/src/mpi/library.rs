@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
 use std::fmt::{self, Debug};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -317,7 +318,7 @@ struct Engine {
 
 struct Flight {
     /// Done when none of its flights is left. Its bytes are alive until then.
-    order: Arc<Order>,
+    order: Rc<Order>,
     datatype: Option<ffi::MPI_Datatype>,
 }
 
@@ -440,7 +441,7 @@ impl Engine {
 
     /// In pieces, which arrive in the order in which they are sent, as MPI promises of messages with one tag.
     fn begin(&mut self, order: Order) -> Result<(), String> {
-        let order = Arc::new(order);
+        let order = Rc::new(order);
         let peer = order.peer as c_int;
         let tag = order.tag as c_int;
         for spans in pieces(order.bytes.spans()) {
@@ -539,7 +540,7 @@ impl Engine {
                 // SAFETY: Made in `begin`, and used by this request alone.
                 check(unsafe { ffi::MPI_Type_free(&mut datatype) }, "MPI_Type_free")?;
             }
-            if let Some(Order { receipt: Some(receipt), .. }) = Arc::into_inner(flight.order) {
+            if let Some(Order { receipt: Some(receipt), .. }) = Rc::into_inner(flight.order) {
                 self.mpi.inbox.complete(&receipt);
             }
         }

@@ -129,6 +129,12 @@ pub(crate) fn restore<M: Module>(module: M, restored: &Restored) -> M {
     module.apply_reparameterization(Restorer { restored, next: 0 })
 }
 
+/// The entries of the plan's parameters, in plan order.
+pub(crate) fn planned(entries: &[Entry], managed: &[Option<usize>]) -> Arc<[Entry]> {
+    let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
+    entries.iter().zip(managed).filter(is_planned).map(|(entry, _)| entry.clone()).collect()
+}
+
 /// For each entry, its index among the plan's parameters; tied ones have one together.
 pub(crate) fn managed(entries: &[Entry], plan: &Plan) -> Arc<[Option<usize>]> {
     let mut next = 0;

@@ -13,7 +13,7 @@ use fsdp_core::{
 use crate::block::Home;
 use crate::buffers::{self, Buffer};
 use crate::device::{check_dtypes, check_loading};
-use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, refresh, restore};
+use crate::distribute::{Restored, Source, Stored, attach, distribute, let_go, managed, planned, refresh, restore};
 use crate::engine::{Engine, EngineFailed, EngineStats, Settings};
 use crate::links::Links;
 use crate::offload::{Offload, unit_on_disk};
@@ -488,12 +488,6 @@ impl<M: Module> ShardedModel<M> {
         self.module = refresh(self.module.clone(), &self.managed, &self.engine);
         Ok(())
     }
-}
-
-/// The entries of the plan's parameters, in plan order.
-fn planned(entries: &[Entry], managed: &[Option<usize>]) -> Arc<[Entry]> {
-    let is_planned = |(entry, managed): &(&Entry, &Option<usize>)| managed.is_some() && entry.tied_to.is_none();
-    entries.iter().zip(managed).filter(is_planned).map(|(entry, _)| entry.clone()).collect()
 }
 
 /// The loss in float32 at least: a factor may be beyond what half precision can hold.

@@ -4,14 +4,17 @@
 //! bookkeeping only; data is copied and added outside any lock, each rank its own blocks, straight from the other
 //! ranks' buffers. Waiting ranks stay awake for a moment, where each has a core, and then sleep.
 
+mod slot;
+
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
+use self::slot::{Slot, SlotState};
 use super::awake::stay_awake;
 use super::call::{Call, CallPart};
 use super::check::Member;
@@ -248,57 +251,6 @@ impl PlacedInThreads {
         let Self { domain, rank, slot, tensor } = self;
         let state = domain.wait_for_filled(*rank, slot, (OpKind::GatherPlaced, tag))?;
         Ok(state.outputs[*tensor].views().remove(0))
-    }
-}
-
-/// One operation under way.
-#[derive(Debug)]
-struct Slot {
-    state: Mutex<SlotState>,
-    changed: Condvar,
-    /// Who is awake sees here, without the lock, that all have arrived, and that all have filled their blocks.
-    all_arrived: AtomicBool,
-    all_filled: AtomicBool,
-}
-
-#[derive(Debug, Default)]
-struct SlotState {
-    /// What the first rank to arrive asked for, and its number in the world.
-    first: Option<(usize, Call)>,
-    /// What each rank brought; `Some` means that it has arrived.
-    inputs: Vec<Option<Arc<[Bytes]>>>,
-    /// Whole tensors that all ranks fill together; those that are placed, each by itself.
-    outputs: Vec<Arc<SharedTensors>>,
-    /// Which ranks have filled their blocks of the output.
-    filled: Vec<bool>,
-    num_asleep: usize,
-    num_left: usize,
-}
-
-impl SlotState {
-    /// Ranks that have not arrived.
-    fn missing(&self) -> Vec<usize> {
-        (0..self.inputs.len()).filter(|&rank| self.inputs[rank].is_none()).collect()
-    }
-}
-
-impl Slot {
-    fn new(world_size: usize) -> Self {
-        let (inputs, filled) = (vec![None; world_size], vec![false; world_size]);
-        Self {
-            state: Mutex::new(SlotState { inputs, filled, ..SlotState::default() }),
-            changed: Condvar::new(),
-            all_arrived: AtomicBool::new(false),
-            all_filled: AtomicBool::new(false),
-        }
-    }
-
-    /// Tells whoever waits that something holds for all ranks from now on.
-    fn tell(&self, state: &SlotState, all: &AtomicBool) {
-        all.store(true, Ordering::Release);
-        if state.num_asleep > 0 {
-            self.changed.notify_all();
-        }
     }
 }
 

@@ -232,6 +232,15 @@ impl MemoryModel {
         }
     }
 
+    /// Whether the ranks that share memory are all of the shard axis, and what they store is what they gather.
+    pub(crate) fn gathers_in_place(&self) -> bool {
+        self.ranks_per_process > 1
+            && self.ranks_per_process >= self.num_shards
+            && self.reshard.is_none()
+            && self.tiers.parameters == 0.0
+            && self.precision.master_bytes() == 0
+    }
+
     fn estimate(&self, full_len: u64, shard_len: u64) -> MemoryEstimate {
         let element_bytes = self.precision.element_bytes();
         let (moved_bytes, staying_bytes) = self.optimizer_bytes();
@@ -258,12 +267,7 @@ impl MemoryModel {
         // Of what is gathered again, only a smaller group has the same copy.
         let shared_among = self.reshard.filter(|_| gathers).unwrap_or(u64::MAX).min(self.ranks_per_process).max(1);
         // Blocks of ranks that share memory lie where these gather them, and one buffer is spare.
-        let in_place = self.ranks_per_process > 1
-            && self.ranks_per_process >= self.num_shards
-            && self.reshard.is_none()
-            && self.tiers.parameters == 0.0
-            && self.precision.master_bytes() == 0;
-        let gathered_len = if gathers && in_place {
+        let gathered_len = if gathers && self.gathers_in_place() {
             self.largest_unit_len.max(self.kept_len).min(full_len).div_ceil(shared_among)
         } else if gathers {
             // No more than the whole model can be gathered, however deep the prefetch.

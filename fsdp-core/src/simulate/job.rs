@@ -237,6 +237,14 @@ impl Job {
 
     /// What the first rank holds, which has the largest blocks.
     pub fn memory(&self, stage: Stage) -> MemoryEstimate {
+        let model = self.memory_model(stage);
+        let all = model.exact(&self.layouts(|_| true), 0);
+        // A frozen parameter has neither gradient nor state.
+        let trained = model.exact(&self.layouts(|frozen| !frozen), 0);
+        MemoryEstimate { gradient_bytes: trained.gradient_bytes, optimizer_bytes: trained.optimizer_bytes, ..all }
+    }
+
+    fn memory_model(&self, stage: Stage) -> MemoryModel {
         let cut_len = |unit: &UnitShape| {
             let cut = unit.parameters.iter().filter(|param| !param.replicate);
             cut.map(|param| param.shape.iter().product::<usize>() as u64).sum::<u64>()
@@ -244,8 +252,9 @@ impl Job {
         let whole_len = |parts: &[UnitShape]| parts.iter().map(cut_len).sum::<u64>();
         let wholes = self.shape.units.chunk_by(|_, unit| unit.follows);
         let lens = |keep| wholes.clone().filter(move |parts| parts[0].keep == keep).map(whole_len);
-        let model = MemoryModel {
+        MemoryModel {
             stage,
+            num_shards: self.num_shards() as u64,
             optimizer: self.optimizer,
             precision: self.precision,
             accumulate: self.accumulate,
@@ -262,11 +271,7 @@ impl Job {
             }),
             tiers: self.placements(stage).memory(&self.offload),
             ..MemoryModel::new(0)
-        };
-        let all = model.exact(&self.layouts(|_| true), 0);
-        // A frozen parameter has neither gradient nor state.
-        let trained = model.exact(&self.layouts(|frozen| !frozen), 0);
-        MemoryEstimate { gradient_bytes: trained.gradient_bytes, optimizer_bytes: trained.optimizer_bytes, ..all }
+        }
     }
 
     fn layouts(&self, of: impl Fn(bool) -> bool) -> Vec<ShardLayout> {
@@ -352,7 +357,12 @@ impl Job {
         let trained_len = lens(&|param| !param.frozen, &ShardLayout::full_len);
         let local_len = lens(&|param| !param.frozen, &|layout| layout.shard_len(0));
 
-        let gather = (stage.shards_parameters() && shard_len > 0).then(|| self.gather(shards, shard_len));
+        let copied = (stage.shards_parameters() && shard_len > 0).then(|| self.gather(shards, shard_len));
+        // In place, what gathers would copy is copied once, when it has been stepped. See [Note: Gathers without a copy].
+        let in_place = self.memory_model(stage).gathers_in_place();
+        let at_once = |gather| Move { seconds: 0.0, filled_s: 0.0, taken_s: 0.0, ..gather };
+        let gather = if in_place { copied.map(at_once) } else { copied };
+        let placing_s = copied.filter(|_| in_place).map_or(0.0, |gather| gather.seconds);
         let again = match self.reshard {
             Some(num_ranks) => gather.map(|_| self.gather(num_ranks, unit.traffic(num_ranks).shard_len)),
             None => gather,
@@ -376,7 +386,7 @@ impl Job {
             bytes: self.precision.element_bytes() * unit.parameter_len(),
             forward_s,
             backward_s,
-            step_s: self.optimizer_s(stepped_len),
+            step_s: self.optimizer_s(stepped_len) + placing_s,
             gathers: [gather, if unit.keep { gather } else { again }],
             reduce,
             publish: publish.then(|| self.gather(shards, trained_shard_len)),
@@ -498,6 +508,22 @@ mod tests {
             UnitShape { keep: keep.contains(&index), ..UnitShape::new(index.to_string(), vec![param]) }
         };
         ModelShape::new(lens.iter().enumerate().map(unit).collect())
+    }
+
+    #[test]
+    fn ranks_of_one_process_copy_a_block_when_it_is_placed_and_not_when_it_is_gathered() {
+        let apart = Job::new(units(&[240, 480, 480, 120], &[3]), 4, machine());
+        let together = Job { ranks_per_process: 4, ..apart.clone() };
+        let of = |job: &Job, stage| job.workload(stage).units[1].clone();
+        let [apart_work, together_work] = [&apart, &together].map(|job| of(job, Stage::Parameters));
+        let [gather, again] = apart_work.gathers.map(Option::unwrap);
+        assert!(gather.seconds > 0.0 && again.seconds > 0.0);
+        assert!(together_work.gathers.iter().flatten().all(|gather| gather.seconds == 0.0 && gather.taken_s == 0.0));
+        assert_eq!(together_work.gathers.map(|gather| gather.unwrap().traffic), [gather.traffic, again.traffic]);
+        assert_eq!(together_work.step_s, apart_work.step_s + gather.seconds);
+        // Two of four do not hold it all, and whole parameters are not gathered.
+        assert_eq!(of(&Job { ranks_per_process: 2, ..apart.clone() }, Stage::Parameters), apart_work);
+        assert_eq!(of(&together, Stage::Gradients), of(&apart, Stage::Gradients));
     }
 
     #[test]

@@ -237,8 +237,7 @@ pub(crate) struct PlacedInThreads {
     /// Number in the domain.
     rank: usize,
     slot: Arc<Slot>,
-    /// Number among those of the operation.
-    tensor: usize,
+    tensor: Arc<SharedTensors>,
 }
 
 impl PlacedInThreads {
@@ -249,8 +248,8 @@ impl PlacedInThreads {
     /// The whole tensor, once all ranks have placed their blocks.
     fn wait(&self, tag: &OpTag) -> Result<Bytes, CommError> {
         let Self { domain, rank, slot, tensor } = self;
-        let state = domain.wait_for_filled(*rank, slot, (OpKind::GatherPlaced, tag))?;
-        Ok(state.outputs[*tensor].views().remove(0))
+        drop(domain.wait_for_filled(*rank, slot, (OpKind::GatherPlaced, tag))?);
+        Ok(tensor.views().remove(0))
     }
 }
 
@@ -394,12 +393,12 @@ impl Communicator for LocalRank {
         }
         let visit = self.arrive(Call::new(OpKind::Place, tag).gather(parts), Vec::new(), true)?;
         let outputs = lock(&visit.slot.state).outputs.clone();
-        let place = |(tensor, part): (usize, &GatherPart)| {
-            let shard = outputs[tensor].place(self.rank, [&part.shard[..]]).remove(0);
+        let place = |(tensor, part): (Arc<SharedTensors>, &GatherPart)| {
+            let shard = tensor.place(self.rank, [&part.shard[..]]).remove(0);
             let (domain, rank, slot) = (self.domain.clone(), self.rank, visit.slot.clone());
             PlacedPart::new(shard, part, Whole::Threads(PlacedInThreads { domain, rank, slot, tensor }))
         };
-        let placed = parts.iter().enumerate().map(place).collect();
+        let placed = outputs.into_iter().zip(parts).map(place).collect();
         visit.tell_filled();
         *lock(&self.placed) = Some(visit.slot.clone());
         Ok(Some(placed))
@@ -554,6 +553,10 @@ impl Drop for Visit<'_> {
         let mut state = lock(&self.slot.state);
         state.num_left += 1;
         let last = state.num_left == state.inputs.len();
+        if last {
+            // Who still needs a tensor has it, and a slot that something was placed in lives on.
+            state.outputs.clear();
+        }
         drop(state);
         if last {
             lock(&self.rank.domain.slots).remove(&self.number);
@@ -595,6 +598,25 @@ mod tests {
         assert!(lock(&domain.children).is_empty());
         let num_domains = lock(&world.domains).iter().filter(|domain| domain.strong_count() > 0).count();
         assert_eq!(num_domains, 1, "the channel and the group ended with their communicators");
+    }
+
+    #[test]
+    fn a_placed_tensor_does_not_keep_those_that_were_placed_with_it() {
+        let world = LocalWorld::create(2, 2, Duration::from_secs(30));
+        let domain = Domain::create(&world, vec![0, 1]);
+        let tag = OpTag::new(0, Phase::Optimizer, "head");
+        let layout = ShardLayout::new(&[4], 0, 2);
+        let part = || GatherPart { shard: vec![7; 2].into(), layout: layout.clone(), elem_bytes: 1 };
+        let ranks = [0, 1].map(|rank| LocalRank::create(&domain, rank));
+        let mut placed = ranks.each_ref().map(|comm| comm.place(&tag, &[part(), part()]).unwrap().unwrap());
+        let memory = placed.each_ref().map(|parts| {
+            let Whole::Threads(placed) = parts[0].whole() else { unreachable!("ranks are threads") };
+            Arc::downgrade(&placed.tensor)
+        });
+        placed.iter_mut().for_each(|parts| drop(parts.remove(0)));
+        assert!(memory.iter().all(|memory| memory.upgrade().is_none()));
+        let wholes = ranks.iter().zip(&placed).map(|(comm, parts)| comm.gather_placed(&tag, parts).unwrap());
+        assert!(wholes.into_iter().all(|whole| whole[0][..] == [7; 4]));
     }
 
     #[test]

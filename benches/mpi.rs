@@ -6,9 +6,9 @@
 //! `MPI_Reduce_scatter_block` and with ours. What is read takes turns through so many tensors that a cache does not hold
 //! them, as in a training step; what is written goes to a buffer that is used again. The library writes the gathered tensor
 //! once per rank; ours is one buffer of the host, which all ranks may read. Before the clock starts, both must give the same
-//! bytes. Blocks that are gathered in place are copied once, when they are placed: a training step of stage 3 gathers each twice, for
-//! forward and for backward, so half of one placing and two gathers counts as one. A time is that of the slowest rank, and the median of all repetitions counts. Bandwidth is the size of the whole
-//! tensor by that time.
+//! bytes. Blocks that are gathered in place are copied once, when they are placed: a training step of stage 3 gathers each twice,
+//! for forward and for backward, so half of one placing and two gathers counts as one. A time is that of the slowest rank, and
+//! the median of all repetitions counts. Bandwidth is the size of the whole tensor by that time.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;

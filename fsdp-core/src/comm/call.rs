@@ -42,20 +42,20 @@ impl Call {
     }
 
     /// Adds the parts of a gather.
-    pub(crate) fn gather(mut self, parts: &[GatherPart]) -> Self {
-        let part =
-            |part: &GatherPart| CallPart { layout: part.layout.clone(), elem_bytes: part.elem_bytes, dtype: None };
-        self.parts = parts.iter().map(part).collect();
-        self
+    pub(crate) fn gather(self, parts: &[GatherPart]) -> Self {
+        self.moving(parts.iter().map(|part| (&part.layout, part.elem_bytes)))
     }
 
     /// Adds the parts of a gather in place.
-    pub(crate) fn gather_placed(mut self, parts: &[PlacedPart]) -> Self {
-        let part = |part: &PlacedPart| {
-            let (layout, elem_bytes) = part.tensor();
-            CallPart { layout: layout.clone(), elem_bytes, dtype: None }
-        };
-        self.parts = parts.iter().map(part).collect();
+    pub(crate) fn gather_placed(self, parts: &[PlacedPart]) -> Self {
+        self.moving(parts.iter().map(PlacedPart::tensor))
+    }
+
+    /// Adds tensors whose bytes are only moved, by layout and element size.
+    fn moving<'a>(mut self, tensors: impl Iterator<Item = (&'a ShardLayout, usize)>) -> Self {
+        let part =
+            |(layout, elem_bytes): (&ShardLayout, usize)| CallPart { layout: layout.clone(), elem_bytes, dtype: None };
+        self.parts = tensors.map(part).collect();
         self
     }
 

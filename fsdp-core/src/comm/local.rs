@@ -518,7 +518,9 @@ impl Visit<'_> {
 
     /// Waits until all ranks have arrived; returns what each brought.
     fn wait_for_inputs(&self) -> Result<Vec<Arc<[Bytes]>>, CommError> {
-        let state = self.wait(&self.slot.all_arrived, |state, rank| state.inputs[rank].is_some())?;
+        let Self { rank: LocalRank { domain, rank, .. }, slot, kind, tag, .. } = self;
+        let has_arrived = |state: &SlotState, rank: usize| state.inputs[rank].is_some();
+        let state = domain.wait(*rank, slot, (*kind, tag), &slot.all_arrived, has_arrived)?;
         Ok(state.inputs.iter().flatten().cloned().collect())
     }
 
@@ -536,15 +538,6 @@ impl Visit<'_> {
         self.tell_filled();
         let operation = (self.kind, &self.tag);
         self.rank.domain.wait_for_filled(self.rank.rank, &self.slot, operation).map(drop)
-    }
-
-    /// As [`Domain::wait`], in this slot.
-    fn wait(
-        &self,
-        all: &AtomicBool,
-        ready: impl Fn(&SlotState, usize) -> bool,
-    ) -> Result<MutexGuard<'_, SlotState>, CommError> {
-        self.rank.domain.wait(self.rank.rank, &self.slot, (self.kind, &self.tag), all, ready)
     }
 }
 

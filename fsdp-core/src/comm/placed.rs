@@ -5,9 +5,12 @@
 //! the blocks of all ranks *are* the whole tensor, and to gather it is to know that every rank has written its own. So a
 //! rank *places* a new block once, by a copy, and all gathers until the next change cost no copy and no memory. Between
 //! threads they cost no wait either: who comes first compares nothing, and who comes later compares what it asks for with
-//! what the first has asked for, so that ranks out of step are told, though a rank that is late holds up nobody. As in other gathers, memory is written once and then only read: a changed block is placed in a new buffer, and the old one lives as
+//! what the first has asked for, so that ranks out of step are told, though a rank that is late holds up nobody. As in other
+//! gathers, memory is written once and then only read: a changed block is placed in a new buffer, and the old one lives as
 //! long as somebody reads it. That parameters may be shared memory of the ranks of a node is an old idea of data-parallel
 //! programs on MPI's shared windows; sharded training makes it exact, since here each rank changes its own block only.
+
+use std::ops::Range;
 
 use bytes::Bytes;
 
@@ -70,4 +73,15 @@ impl PlacedPart {
     pub(crate) fn can_hold(part: &GatherPart) -> bool {
         (0..part.layout.num_shards()).all(|rank| part.layout.runs(rank).nth(1).is_none())
     }
+}
+
+/// Where the block of `rank` lies in the bytes of a whole tensor.
+///
+/// # Panics
+/// If it is not one range.
+pub(crate) fn block_bytes(layout: &ShardLayout, rank: usize, elem_bytes: usize) -> Range<usize> {
+    let mut runs = layout.runs(rank);
+    let run = runs.next().unwrap_or(0..0);
+    assert!(runs.next().is_none(), "a block is one range of its tensor");
+    run.start * elem_bytes..run.end * elem_bytes
 }

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
+use super::placed::block_bytes;
 use super::pool::{Block, Pool};
 use crate::ShardLayout;
 
@@ -184,12 +185,8 @@ impl SharedTensors {
     pub(crate) fn place<'b>(&self, rank: usize, blocks: impl IntoIterator<Item = &'b [u8]>) -> Vec<Bytes> {
         assert!(self.owner.is_none(), "blocks are placed in whole tensors");
         self.copy(rank, blocks);
-        let view = |tensor: &Tensor| {
-            let mut runs = tensor.layout.runs(rank);
-            let run = runs.next().unwrap_or(0..0);
-            assert!(runs.next().is_none(), "a block is one range of its tensor");
-            View { memory: tensor.memory.clone(), bytes: run.start * tensor.elem_bytes..run.end * tensor.elem_bytes }
-        };
+        let bytes = |tensor: &Tensor| block_bytes(&tensor.layout, rank, tensor.elem_bytes);
+        let view = |tensor: &Tensor| View { memory: tensor.memory.clone(), bytes: bytes(tensor) };
         self.tensors.iter().map(|tensor| Bytes::from_owner(view(tensor))).collect()
     }
 }

@@ -311,13 +311,14 @@ impl Job {
         let norm_bytes = 8 * num_params as u64;
         let norm_traffic = StepTraffic::default(); // a few bytes that are not the model's
         let norm_s = |network: Collectives| network.all_gather_s(self.placed(Scope::World), norm_bytes);
+        let in_place = self.memory_model(stage).gathers_in_place();
         Workload {
             mesh: self.mesh.clone(),
             rules,
             uses: self.uses(),
             traits: self.shape.units.iter().map(|unit| self.traits(stage, unit)).collect(),
             tiers: placements.unit_tiers(),
-            units: self.shape.units.iter().map(|unit| self.unit_work(stage, unit)).collect(),
+            units: self.shape.units.iter().map(|unit| self.unit_work(stage, in_place, unit)).collect(),
             tier_work: (0..self.shape.units.len()).map(|unit| self.tier_work(&placements, unit)).collect(),
             norm: self.moved(Scope::World, self.placed(Scope::World), norm_s, norm_traffic, 0),
         }
@@ -344,7 +345,7 @@ impl Job {
         UnitTraits { gathered_on_use, keep, trainable, prefetch, gathered_bytes, follows }
     }
 
-    fn unit_work(&self, stage: Stage, unit: &UnitShape) -> UnitWork {
+    fn unit_work(&self, stage: Stage, in_place: bool, unit: &UnitShape) -> UnitWork {
         let shards = self.num_shards();
         let layouts = unit.layouts(shards);
         let lens = |of: &dyn Fn(&crate::ParamShape) -> bool, len: &dyn Fn(&ShardLayout) -> usize| {
@@ -359,7 +360,6 @@ impl Job {
 
         let copied = (stage.shards_parameters() && shard_len > 0).then(|| self.gather(shards, shard_len));
         // In place, what gathers would copy is copied once, when it has been stepped. See [Note: Gathers without a copy].
-        let in_place = self.memory_model(stage).gathers_in_place();
         let at_once = |gather| Move { seconds: 0.0, filled_s: 0.0, taken_s: 0.0, ..gather };
         let gather = if in_place { copied.map(at_once) } else { copied };
         let placing_s = copied.filter(|_| in_place).map_or(0.0, |gather| gather.seconds);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::super::CommError;
+use super::super::placed::block_bytes;
 use super::super::shared::{PIECE_BYTES, Piece, WHOLE_RUNS, from_blocks, pieces};
 use super::heap::Held;
 use super::network::{Payload, Span};
@@ -86,10 +87,8 @@ impl PlacedInProcesses {
     /// # Safety
     /// The rank has filled it.
     pub(super) unsafe fn block(&self, rank: usize) -> Bytes {
-        let run = self.layout.runs(rank).next().unwrap_or(0..0);
-        let bytes = run.start * self.elem_bytes..run.end * self.elem_bytes;
         // SAFETY: The same promise.
-        unsafe { view_of(self.held.clone(), bytes) }
+        unsafe { view_of(self.held.clone(), block_bytes(&self.layout, rank, self.elem_bytes)) }
     }
 
     /// The whole tensor.

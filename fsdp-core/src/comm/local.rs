@@ -406,8 +406,11 @@ impl Communicator for LocalRank {
 
     fn gather_placed(&self, tag: &OpTag, parts: &[PlacedPart]) -> Result<Vec<Bytes>, CommError> {
         let visit = self.arrive(Call::new(OpKind::GatherPlaced, tag).gather_placed(parts), Vec::new(), false)?;
-        let missing = lock(&visit.slot.state).missing();
-        if let Some(error) = self.domain.left(self.rank, (visit.kind, tag), &missing) {
+        // Under the lock: else one that is missing may come and leave before it is looked for among those that have left.
+        let state = lock(&visit.slot.state);
+        let left = self.domain.left(self.rank, (visit.kind, tag), &state.missing());
+        drop(state);
+        if let Some(error) = left {
             return Err(self.domain.world.fail(self.member().world_rank, error));
         }
         let whole = |part: &PlacedPart| match part.whole() {

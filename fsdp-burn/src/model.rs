@@ -108,7 +108,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             Some(_) => buffers::unshare(module, &entries),
             None => module,
         };
-        let links = Links::new(rank.communicator().as_ref(), &mesh, config.resharding())?;
+        let links = Links::new(rank.communicator().as_ref(), rank.streams(), &mesh, config.resharding())?;
         #[cfg(any(feature = "cuda", feature = "cpu"))]
         let links = links.with_devices(rank)?;
         let shard_index = mesh.coordinate(Axis::Shard, rank.rank());

@@ -18,6 +18,7 @@ use fsdp_core::{
 };
 
 use crate::device::{Board, DeviceMemory};
+use crate::links::Streams;
 use crate::model::{reduce_number, reduce_numbers};
 use crate::{Error, Saver, Sharded, ShardedModel, ShardedOptimizer};
 
@@ -37,6 +38,7 @@ pub struct Rank {
     traffic: Arc<Traffic>,
     control: Arc<dyn Communicator>,
     trace: Option<Arc<Trace>>,
+    streams: Streams,
     /// Once anything is offloaded to a disk.
     tier: Arc<OnceLock<Arc<Tier>>>,
     /// Where ranks are processes.
@@ -53,9 +55,20 @@ impl Rank {
         let traffic = Arc::new(Traffic::default());
         let recorder: Arc<dyn Communicator> = Arc::new(Recorder::new(communicator, traffic.clone()));
         let control = recorder.channel("program")?;
-        let (num_models, tier) = (Arc::default(), Arc::default());
-        let rank =
-            Self { config, device, board: None, num_models, recorder, traffic, control, trace, tier, channel: None };
+        let (num_models, streams, tier) = (Arc::default(), Streams::default(), Arc::default());
+        let rank = Self {
+            config,
+            device,
+            board: None,
+            num_models,
+            recorder,
+            traffic,
+            control,
+            trace,
+            streams,
+            tier,
+            channel: None,
+        };
         // At once, so that a directory that cannot be used is known before anything is computed.
         if let Some(key) = rank.config.offload.nvme_key() {
             rank.open_tier(key)?;
@@ -379,6 +392,10 @@ impl Rank {
             ..TierOptions::new(dir, self.rank(), self.world_size())
         })?;
         Ok(self.tier.get_or_init(|| Arc::new(tier)).clone())
+    }
+
+    pub(crate) fn streams(&self) -> &Streams {
+        &self.streams
     }
 
     pub(crate) fn trace(&self) -> Option<&Arc<Trace>> {

@@ -48,11 +48,14 @@ impl<F> Program<F> {
     {
         let number = rank.rank();
         let random = RandomState::new(self.seed, number as u64);
-        let tier = rank.tier_place();
+        let (streams, tier) = (rank.streams().clone(), rank.tier_place());
         let result = run_rank(number, self.num_threads, || {
             random.install();
             (self.run)(rank)
         });
+        if result.is_ok() {
+            streams.drain();
+        }
         // A forward that has failed may leave parts of its graph behind, which hold on to it.
         if let Some(tier) = tier.get() {
             tier.close();

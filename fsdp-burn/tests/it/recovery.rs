@@ -1,9 +1,11 @@
 //! What goes wrong on the way leaves nothing behind: given-up forwards, losses that do not count, ranks that end early.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Tensor;
-use fsdp_burn::{Error, Stage, TrainingConfig, launch};
+use fsdp_burn::{Config, Error, LaunchOptions, PrefetchConfig, Stage, TrainingConfig, launch, launch_with};
+use fsdp_core::Link;
 
 use crate::common::models::{Mlp, Trial};
 use crate::common::run::{
@@ -79,7 +81,7 @@ fn weights_of_losses_count_over_all_micro_batches_and_ranks() {
     outcome.weights = plain_weights(&Optimizer::Sgd.build().step(0.05, model, gradients));
     for stage in Stage::ALL {
         let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
-        let got = on_ranks(&fsdp_burn::Config { training, ..config(stage, 2) }, |rank| {
+        let got = on_ranks(&Config { training, ..config(stage, 2) }, |rank| {
             let mut model = start::<Mlp>(&rank)?;
             let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
             let mut sum = 0.0;
@@ -109,7 +111,7 @@ fn a_loss_without_a_weight_counts_as_one_item_beside_weighted_ones() {
         let expected = Outcome { weights: weights_after, ..Outcome::default() };
         for stage in Stage::ALL {
             let training = TrainingConfig { gradient_accumulation: 2, ..TrainingConfig::default() };
-            let got = on_ranks(&fsdp_burn::Config { training, ..config(stage, 2) }, move |rank| {
+            let got = on_ranks(&Config { training, ..config(stage, 2) }, move |rank| {
                 let mut model = start::<Mlp>(&rank)?;
                 let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
                 for batch in 0..2 {
@@ -174,9 +176,48 @@ fn a_rank_lost_before_the_step_ends_the_others_with_its_name() {
 }
 
 #[test]
+fn what_a_model_has_under_way_still_runs_where_it_outlives_its_program() {
+    // Each operation takes so long that most of those for the next step are still to begin when the first program returns.
+    let link = Some(Link { alpha_s: 0.005, beta_s_per_byte: 0.0 });
+    let options = LaunchOptions { link, ..LaunchOptions::default() };
+    let prefetch = PrefetchConfig { forward: 3, ..PrefetchConfig::default() };
+    let config = Config { prefetch, ..config(Stage::Parameters, 2) };
+    // The rank that left may be the first or the second to begin one.
+    for _ in 0..5 {
+        let results = launch_with(&config, options.clone(), |rank| {
+            let mut model = start::<Mlp>(&rank)?;
+            let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
+            for step in 0..2 {
+                let gradients = model.backward(model.loss(step, share(&rank), &rank.device()))?;
+                optim.step(0.05, &mut model, gradients)?;
+            }
+            // The other leaves meanwhile.
+            thread::sleep(Duration::from_millis(100 * rank.rank() as u64));
+            Ok(model)
+        });
+        assert_eq!(results.unwrap().len(), 2);
+    }
+}
+
+#[test]
+fn a_rank_that_misses_a_forward_is_named_though_its_model_outlives_its_program() {
+    let error = launch(&config(Stage::Parameters, 2), |rank| {
+        let model = start::<Mlp>(&rank)?;
+        if rank.rank() == 1 {
+            // In place, so that it waits for nobody.
+            model.valid().loss(0, share(&rank), &rank.device().inner());
+        }
+        rank.barrier()?;
+        Ok(model)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("rank 1 waits") && error.contains("for rank 0, whose program has returned"), "{error}");
+}
+
+#[test]
 fn a_rank_with_fewer_steps_is_named_at_once() {
     let begun = Instant::now();
-    let error = launch(&fsdp_burn::Config { timeout_s: 300.0, ..config(Stage::Parameters, 3) }, |rank| {
+    let error = launch(&Config { timeout_s: 300.0, ..config(Stage::Parameters, 3) }, |rank| {
         let mut model = start::<Mlp>(&rank)?;
         let mut optim = rank.optimizer(Optimizer::Sgd.build())?;
         for step in 0..if rank.rank() == 2 { 1 } else { 2 } {
@@ -186,6 +227,6 @@ fn a_rank_with_fewer_steps_is_named_at_once() {
         Ok(())
     });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("for rank 2, whose program has returned") && error.contains("step 1, forward"), "{error}");
+    assert!(error.contains("for rank 2, whose program has returned") && error.contains("step 1"), "{error}");
     assert!(begun.elapsed() < Duration::from_secs(60), "it did not wait for the time limit");
 }

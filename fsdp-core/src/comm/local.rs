@@ -102,8 +102,7 @@ impl LocalWorld {
 
     /// Lets every rank that waits look again at what has changed in the world.
     fn wake_all(&self) {
-        let domains: Vec<_> = lock(&self.domains).iter().filter_map(Weak::upgrade).collect();
-        for domain in domains {
+        for domain in self.domains() {
             let slots: Vec<_> = lock(&domain.slots).values().cloned().collect();
             for slot in slots {
                 // A waiter looks and falls asleep under this lock, so it either has seen the change or is asleep by now
@@ -112,6 +111,11 @@ impl LocalWorld {
                 slot.changed.notify_all();
             }
         }
+    }
+
+    /// Those that still exist.
+    fn domains(&self) -> Vec<Arc<Domain>> {
+        lock(&self.domains).iter().filter_map(Weak::upgrade).collect()
     }
 
     fn check_alive(&self, rank: usize) -> Result<(), CommError> {
@@ -216,15 +220,16 @@ impl Domain {
         (!left.is_empty()).then(|| CommError::Left { rank: self.ranks[rank], kind, tag: tag.clone(), left })
     }
 
-    /// The error of a rank that has gathered in place what `rank`, which ends here, has not asked for.
-    fn unmet(&self, rank: usize) -> Option<CommError> {
+    /// The error of a rank that has gathered in place what this one, a number of the world that ends here, has not asked for.
+    fn unmet_by(&self, world_rank: usize) -> Option<CommError> {
+        let rank = self.ranks.iter().position(|&rank| rank == world_rank)?;
         let slots = lock(&self.slots);
         let mut slots: Vec<_> = slots.iter().collect();
         slots.sort_unstable_by_key(|(number, _)| **number);
         slots.into_iter().find_map(|(_, slot)| {
             let state = lock(&slot.state);
             let (first, call) = state.first.as_ref().filter(|(_, call)| call.kind == OpKind::GatherPlaced)?;
-            let (kind, tag, left) = (call.kind, call.tag.clone(), vec![self.ranks[rank]]);
+            let (kind, tag, left) = (call.kind, call.tag.clone(), vec![world_rank]);
             state.inputs[rank].is_none().then_some(CommError::Left { rank: *first, kind, tag, left })
         })
     }
@@ -483,19 +488,23 @@ impl Communicator for LocalRank {
 
     fn leave(&self) {
         let (world, rank) = (&self.domain.world, self.member().world_rank);
-        let unmet = lock(&world.unmet).iter().find(|(of, _)| *of == rank).map(|(_, error)| error.clone());
-        if let Some(error) = unmet {
+        // First, so that whoever gathers in place from now on sees it, and who has done so before is seen below.
+        lock(&world.left).push(rank);
+        let in_ended = lock(&world.unmet).iter().find(|(of, _)| *of == rank).map(|(_, error)| error.clone());
+        // What the rank's program has returned may still hold channels and groups.
+        let in_others = || world.domains().iter().find_map(|domain| domain.unmet_by(rank));
+        if let Some(error) = in_ended.or_else(in_others) {
             world.abort(AbortCause::Collective(Box::new(error)));
         }
-        lock(&world.left).push(rank);
         world.wake_all();
     }
 }
 
 impl Drop for LocalRank {
     fn drop(&mut self) {
-        if let Some(error) = self.domain.unmet(self.rank) {
-            lock(&self.domain.world.unmet).push((self.member().world_rank, error));
+        let rank = self.member().world_rank;
+        if let Some(error) = self.domain.unmet_by(rank) {
+            lock(&self.domain.world.unmet).push((rank, error));
         }
     }
 }

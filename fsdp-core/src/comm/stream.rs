@@ -121,6 +121,12 @@ impl CommStream {
         Pending { promise }
     }
 
+    /// Waits until all that has been submitted so far has run, at the latest for the communicator's timeout. Errors are told to
+    /// those who wait for the results.
+    pub fn drain(&self) {
+        let _ = self.submit(|_| Ok(())).wait();
+    }
+
     /// The communicator that the stream runs on.
     pub fn communicator(&self) -> &Arc<dyn Communicator> {
         &self.comm

@@ -5,6 +5,9 @@
 //! are added up in double precision, and the blocks' sums are added in the order of parameters and ranks. So the norm,
 //! and every clipped gradient after it, has the same bits at every stage.
 //!
+//! Squares are added up while a block is reduced, where it is then stored as it is and no micro-batch follows: it is in a cache
+//! at that time, and would come from memory later.
+//!
 //! What is on a device is squared and added up there, in double precision and in an order that a block's size decides; one
 //! number of each block is copied. Any other order, or a device without double precision, has the gradients copied.
 //!
@@ -16,11 +19,11 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use fsdp_core::{Dtype, GatherPart, OpTag, Phase, ShardLayout};
 use half::{bf16, f16};
-use multiversion::multiversion;
 
 use crate::Error;
 use crate::block::{Block, Home};
 use crate::engine::Engine;
+use crate::squares::sum_of_squares;
 
 /// Which norm: of the order p, (Σ|g|^p)^(1/p).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -142,12 +145,16 @@ fn global_total(engine: &Engine, step: u64, total: Total) -> Result<f64, Error> 
     // By parameter and block; each rank fills in the blocks it holds.
     let mut parts: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
     let mut amounts: BTreeMap<(usize, usize), Amount> = BTreeMap::new();
-    engine.each_reduced(|param, gradient| {
+    engine.each_reduced(|param, gradient, squares| {
         let (spec, dtype) = (&plan.params()[param], engine.dtype(param));
         let amount = |block| total.of_placed(engine.home(), block, dtype);
         parts.insert(param, vec![0.0; num_shards]);
         if spec.is_split() {
-            amounts.insert((param, engine.shard_index()), amount(gradient.clone())?);
+            let amount = match (total, squares) {
+                (Total::Squares, Some(squares)) => Amount::Known(squares),
+                _ => amount(gradient.clone())?,
+            };
+            amounts.insert((param, engine.shard_index()), amount);
         } else {
             for rank in 0..num_shards {
                 amounts.insert((param, rank), amount(gradient.cut(&spec.layout, rank, dtype))?);
@@ -202,41 +209,9 @@ fn fold(bytes: &[u8], dtype: Dtype, step: impl Fn(f64, f64) -> f64) -> f64 {
     }
 }
 
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-fn sum_of_squares(bytes: &[u8], dtype: Dtype) -> f64 {
-    match dtype {
-        Dtype::F32 => sum_of_lanes(bytes.as_chunks::<4>().0, |chunk| f64::from(f32::from_ne_bytes(chunk))),
-        Dtype::Bf16 => sum_of_lanes(bytes.as_chunks::<2>().0, |chunk| bf16::from_ne_bytes(chunk).to_f64()),
-        Dtype::F16 => sum_of_lanes(bytes.as_chunks::<2>().0, |chunk| f16::from_ne_bytes(chunk).to_f64()),
-        Dtype::F64 => sum_of_lanes(bytes.as_chunks::<8>().0, f64::from_ne_bytes),
-    }
-}
-
-/// Adds the squares in sixteen sums side by side, which vectorises; the order is fixed all the same. Inlined, so that it is
-/// compiled for each of the caller's instruction sets.
-#[inline(always)]
-fn sum_of_lanes<const N: usize>(elements: &[[u8; N]], value: impl Fn([u8; N]) -> f64) -> f64 {
-    let mut lanes = [0.0; 16];
-    let (rounds, rest) = elements.as_chunks::<16>();
-    for elements in rounds.iter().map(<[_; 16]>::as_slice).chain([rest]) {
-        for (lane, &element) in lanes.iter_mut().zip(elements) {
-            let value = value(element);
-            *lane += value * value;
-        }
-    }
-    lanes.iter().sum()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn squares_of_all_elements_are_added() {
-        let bytes: Vec<u8> = [1.0_f32, 2.0, 3.0, 4.0, 5.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
-        assert_eq!(sum_of_squares(&bytes, Dtype::F32), 55.0);
-        assert_eq!(sum_of_squares(&[], Dtype::F64), 0.0);
-    }
 
     #[test]
     fn each_order_is_its_own_norm_and_none_loses_a_nan() {

@@ -90,6 +90,7 @@ mod saver;
 mod scaled_loss;
 mod shard_module;
 mod sharded;
+mod squares;
 mod sum_op;
 mod survey;
 mod weights;

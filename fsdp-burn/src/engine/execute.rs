@@ -17,6 +17,7 @@ use super::{Engine, Gathered, State, Whole};
 use crate::Error;
 use crate::block::Block;
 use crate::host;
+use crate::squares::Squares;
 
 impl Engine {
     pub(super) fn run(&self, state: &mut State, actions: Vec<Action>) -> Result<(), Error> {
@@ -203,9 +204,18 @@ impl Engine {
                 whole.push(part(ShardLayout::new(spec.layout.shape(), 0, world_size)));
             }
         }
+        // Not of what is cast, copied to a device or added up further, before it is stored. See [Note: One norm for every stage].
+        let is_stored_as_sent = |(param, spec): (usize, &PlannedParam)| {
+            !spec.is_split() || self.dtypes.reduce[param] == self.dtypes.master[param]
+        };
+        let sees_squares = self.settings.sees_squares
+            && self.links.reduce_replicas.is_none()
+            && !self.home().is_device()
+            && self.trainable(unit).all(is_stored_as_sent);
         let job = ReduceJob {
             split,
             whole,
+            sees_squares,
             tag: self.tag(state, Phase::Backward, unit),
             reduce: self.reduce(),
             shard: self.links.reduce_shard.clone(),
@@ -222,7 +232,7 @@ impl Engine {
         state.held.reducing -= std::mem::take(&mut state.units[unit].reducing_bytes);
         let (split, whole): (Vec<_>, Vec<_>) = self.trainable(unit).partition(|(_, spec)| spec.is_split());
         let params: Vec<_> = split.into_iter().chain(whole).map(|(param, _)| param).collect();
-        for (param, new) in params.into_iter().zip(reduced) {
+        for (param, Sum { block: new, squares }) in params.into_iter().zip(reduced) {
             let is_split = self.plan.params()[param].is_split();
             let sent = match self.links.reduce_replicas.is_some() && is_split {
                 true => sum_over_replicas(self.dtypes.reduce[param]),
@@ -231,26 +241,26 @@ impl Engine {
             let (master, shape, place) =
                 (self.dtypes.master[param], self.block_shape(param), self.offload.gradient_place(param));
             let new = self.home().put(new.cast(sent, master), place, &shape, master)?;
-            let sum = match self.take_reduced_of(state, param)? {
-                Some(old) => old.plus(new, master),
-                None => new,
+            let (gradient, squares) = match self.take_reduced_of(state, param)? {
+                Some(old) => (old.plus(new, master), None),
+                None => (new, squares),
             };
-            state.held.reduced += sum.size_bytes();
-            state.reduced[param] = Some(Reduced::Here(sum));
+            state.held.reduced += gradient.size_bytes();
+            state.reduced[param] = Some(Reduced::Here { gradient, squares });
         }
         state.note();
         Ok(())
     }
 
     /// What a reduction that is under way comes to, if one is: blocks of the split parameters, then the whole ones.
-    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Block>>, Error> {
+    fn take_sums(&self, state: &mut State, unit: UnitIndex) -> Result<Option<Vec<Sum>>, Error> {
         #[cfg(any(feature = "cuda", feature = "cpu"))]
         if let Some(tickets) = state.units[unit].exchanging.take() {
-            return self.finish_reduce_on_devices(state, unit, tickets).map(Some);
+            let blocks = self.finish_reduce_on_devices(state, unit, tickets)?;
+            return Ok(Some(blocks.into_iter().map(Sum::from).collect()));
         }
         let Some(pending) = state.units[unit].reducing.take() else { return Ok(None) };
-        let sums = self.wait(state, SpanKind::Reduce, unit, pending)?;
-        Ok(Some(sums.into_iter().map(Block::Host).collect()))
+        self.wait(state, SpanKind::Reduce, unit, pending).map(Some)
     }
 }
 
@@ -291,10 +301,25 @@ impl SentPart {
     }
 }
 
+/// What a reduction comes to for one parameter.
+pub(super) struct Sum {
+    block: Block,
+    /// The sum of its squares, where they were seen.
+    squares: Option<f64>,
+}
+
+impl From<Block> for Sum {
+    fn from(block: Block) -> Self {
+        Self { block, squares: None }
+    }
+}
+
 /// One unit's reduction, as it runs on the communication thread.
 struct ReduceJob {
     split: Vec<SentPart>,
     whole: Vec<SentPart>,
+    /// Whether squares of split parameters are added up meanwhile.
+    sees_squares: bool,
     tag: OpTag,
     reduce: Reduce,
     shard: Arc<dyn Communicator>,
@@ -304,14 +329,25 @@ struct ReduceJob {
 impl ReduceJob {
     /// Blocks of the split parameters, then the whole ones. The factor is applied once, after the last sum; but half precision
     /// is divided by the shards first, so that no partial sum overflows, and is added up over replicas in float32.
-    fn run(self, world: &dyn Communicator) -> Result<Vec<Bytes>, CommError> {
+    fn run(self, world: &dyn Communicator) -> Result<Vec<Sum>, CommError> {
         let waited =
             |parts: Vec<SentPart>| parts.into_iter().map(|part| part.wait(world)).collect::<Result<Vec<_>, _>>();
         let (split, whole) = (waited(self.split)?, waited(self.whole)?);
-        let mut reduced = Vec::new();
+        let sums = |blocks: Vec<Bytes>| blocks.into_iter().map(|block| Block::Host(block).into()).collect::<Vec<Sum>>();
+        let mut reduced: Vec<Sum> = Vec::new();
         if !split.is_empty() {
             reduced = match &self.replicas {
-                None => self.shard.reduce_scatter(&self.tag, &split, self.reduce)?,
+                None if self.sees_squares => {
+                    let mut squares: Vec<_> = split.iter().map(|part| Squares::new(part.dtype)).collect();
+                    let mut see = |part: usize, bytes: &[u8]| squares[part].see(bytes);
+                    let blocks = self.shard.reduce_scatter_and_see(&self.tag, &split, self.reduce, &mut see)?;
+                    let sum = |(block, squares): (_, &Squares)| Sum {
+                        block: Block::Host(block),
+                        squares: Some(squares.sum()),
+                    };
+                    blocks.into_iter().zip(&squares).map(sum).collect()
+                }
+                None => sums(self.shard.reduce_scatter(&self.tag, &split, self.reduce)?),
                 Some(replicas) => {
                     let is_half = split.iter().any(|part| part.dtype.size_bytes() < 4);
                     let num_shards = if is_half { self.shard.world_size() } else { 1 };
@@ -324,12 +360,12 @@ impl ReduceJob {
                     };
                     let parts: Vec<_> = blocks.into_iter().zip(&split).map(part).collect();
                     let rest = Reduce { scale: self.reduce.scale * num_shards as f64 };
-                    replicas.all_reduce(&self.tag, &parts, rest)?
+                    sums(replicas.all_reduce(&self.tag, &parts, rest)?)
                 }
             };
         }
         if !whole.is_empty() {
-            reduced.extend(world.all_reduce(&self.tag, &whole, self.reduce)?);
+            reduced.extend(sums(world.all_reduce(&self.tag, &whole, self.reduce)?));
         }
         Ok(reduced)
     }

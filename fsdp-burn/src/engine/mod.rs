@@ -45,6 +45,7 @@ use crate::host::{self, Identity};
 use crate::links::Links;
 use crate::offload::Offload;
 use crate::precision::{Dtypes, Summary};
+use execute::Sum;
 use observe::{Computing, Held};
 use tiers::{Reduced, Tiers};
 
@@ -61,6 +62,8 @@ pub(crate) struct Settings {
     /// Backwards per optimizer step.
     pub(crate) accumulation: usize,
     pub(crate) precision: PrecisionConfig,
+    /// Whether each step asks for the sum of all squares.
+    pub(crate) sees_squares: bool,
 }
 
 /// See the module's documentation.
@@ -130,7 +133,7 @@ struct State {
 #[derive(Default)]
 struct UnitBuffers {
     gathered: Gathered,
-    reducing: Option<Pending<Vec<Bytes>>>,
+    reducing: Option<Pending<Vec<Sum>>>,
     /// The same from device to device: of split parameters, and of whole ones.
     #[cfg(any(feature = "cuda", feature = "cpu"))]
     exchanging: Option<[Option<crate::peers::Ticket>; 2]>,

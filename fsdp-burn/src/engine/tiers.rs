@@ -21,7 +21,11 @@ use crate::block::Block;
 /// A reduced gradient that waits for the step.
 pub(super) enum Reduced {
     /// In memory: the host's or the device's.
-    Here(Block),
+    Here {
+        gradient: Block,
+        /// The sum of its squares, where that is known.
+        squares: Option<f64>,
+    },
     Away {
         /// No rank had one, which is known without reading it.
         is_missing: bool,
@@ -193,7 +197,7 @@ impl Engine {
                 continue;
             }
             let gradient = match state.reduced[param].take() {
-                Some(Reduced::Here(gradient)) => gradient,
+                Some(Reduced::Here { gradient, .. }) => gradient,
                 other => {
                     state.reduced[param] = other;
                     continue;
@@ -216,7 +220,7 @@ impl Engine {
     pub(super) fn take_reduced_of(&self, state: &mut State, param: usize) -> Result<Option<Block>, Error> {
         match state.reduced[param].take() {
             None => Ok(None),
-            Some(Reduced::Here(gradient)) => {
+            Some(Reduced::Here { gradient, .. }) => {
                 state.held.reduced -= gradient.size_bytes();
                 Ok(Some(gradient))
             }
@@ -250,8 +254,12 @@ impl Engine {
         }))
     }
 
-    /// Looks at the reduced gradient of every trainable parameter, in plan order. Those on the disk are read one ahead.
-    pub(crate) fn each_reduced(&self, mut look: impl FnMut(usize, &Block) -> Result<(), Error>) -> Result<(), Error> {
+    /// Looks at the reduced gradient of every trainable parameter, in plan order, and at the sum of its squares where that is
+    /// known. Those on the disk are read one ahead.
+    pub(crate) fn each_reduced(
+        &self,
+        mut look: impl FnMut(usize, &Block, Option<f64>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let mut state = self.lock();
         let state = &mut *state;
         let params: Vec<usize> = (0..state.reduced.len()).filter(|&param| state.reduced[param].is_some()).collect();
@@ -260,8 +268,8 @@ impl Engine {
                 self.fetch_gradient(state, next);
             }
             match &state.reduced[param] {
-                Some(Reduced::Here(gradient)) => look(param, gradient)?,
-                Some(Reduced::Away { .. }) => look(param, &self.read_gradient(state, param)?)?,
+                Some(Reduced::Here { gradient, squares }) => look(param, gradient, *squares)?,
+                Some(Reduced::Away { .. }) => look(param, &self.read_gradient(state, param)?, None)?,
                 None => {}
             }
         }

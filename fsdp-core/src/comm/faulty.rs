@@ -159,7 +159,18 @@ impl Communicator for Faulty {
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
-        self.run(tag, |_| self.reduce_bytes(parts), || self.inner.reduce_scatter(tag, parts, reduce))
+        self.reduce_scatter_and_see(tag, parts, reduce, &mut |_, _| ())
+    }
+
+    fn reduce_scatter_and_see(
+        &self,
+        tag: &OpTag,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
+        let op = || self.inner.reduce_scatter_and_see(tag, parts, reduce, see);
+        self.run(tag, |_| self.reduce_bytes(parts), op)
     }
 
     fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {

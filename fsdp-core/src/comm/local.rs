@@ -323,7 +323,13 @@ impl LocalRank {
     }
 
     /// Adds the parts of all ranks; blocks of this rank are returned, or filled into the shared output.
-    fn reduce(&self, call: Call, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+    fn reduce(
+        &self,
+        call: Call,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
         let shared = call.kind == OpKind::AllReduce;
         let block = (!shared).then(|| call.tensors().collect::<Vec<_>>());
         let visit = self.arrive(call, parts.iter().map(|part| part.full.clone()).collect(), shared)?;
@@ -335,7 +341,9 @@ impl LocalRank {
         output.fill(self.rank, |part, elements, target| {
             let dtype = parts[part].dtype;
             let bytes = elements.start * dtype.size_bytes()..elements.end * dtype.size_bytes();
-            write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, target)
+            let sums = write_sum(dtype, inputs.iter().map(|rank| &rank[part][bytes.clone()]), reduce, target);
+            see(part, sums);
+            sums
         });
         if shared {
             visit.wait_for_output()?;
@@ -427,13 +435,23 @@ impl Communicator for LocalRank {
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+        self.reduce_scatter_and_see(tag, parts, reduce, &mut |_, _| ())
+    }
+
+    fn reduce_scatter_and_see(
+        &self,
+        tag: &OpTag,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
         self.member().check_reduce(tag, parts)?;
-        self.reduce(Call::new(OpKind::ReduceScatter, tag).reduce(parts, reduce), parts, reduce)
+        self.reduce(Call::new(OpKind::ReduceScatter, tag).reduce(parts, reduce), parts, reduce, see)
     }
 
     fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
         self.member().check_reduce(tag, parts)?;
-        self.reduce(Call::new(OpKind::AllReduce, tag).reduce(parts, reduce), parts, reduce)
+        self.reduce(Call::new(OpKind::AllReduce, tag).reduce(parts, reduce), parts, reduce, &mut |_, _| ())
     }
 
     fn broadcast(&self, tag: &OpTag, root: usize, data: Option<Bytes>) -> Result<Bytes, CommError> {

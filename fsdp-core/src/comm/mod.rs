@@ -93,6 +93,22 @@ pub trait Communicator: Send + Sync + Debug {
     /// Returns this rank's block of the reduced tensor of each part. See [Note: Order of a sum].
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError>;
 
+    /// As [`Communicator::reduce_scatter`], and shows what it writes to `see`, while it is still in a cache: the number of the
+    /// part, and the next few elements of this rank's block. After an error some may have been shown.
+    ///
+    /// By default each block is shown when all are there.
+    fn reduce_scatter_and_see(
+        &self,
+        tag: &OpTag,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
+        let blocks = self.reduce_scatter(tag, parts, reduce)?;
+        blocks.iter().enumerate().for_each(|(part, block)| see(part, block));
+        Ok(blocks)
+    }
+
     /// Returns the whole reduced tensor of each part, bit for bit what a reduce-scatter and an all-gather return.
     fn all_reduce(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError>;
 

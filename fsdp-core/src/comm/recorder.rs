@@ -170,7 +170,17 @@ impl Communicator for Recorder {
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
-        let reduced = self.inner.reduce_scatter(tag, parts, reduce)?;
+        self.reduce_scatter_and_see(tag, parts, reduce, &mut |_, _| ())
+    }
+
+    fn reduce_scatter_and_see(
+        &self,
+        tag: &OpTag,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
+        let reduced = self.inner.reduce_scatter_and_see(tag, parts, reduce, see)?;
         let parts = parts.iter().map(|part| (&part.layout, part.dtype.size_bytes()));
         self.traffic.count(OpKind::ReduceScatter, tag, self.rank(), parts);
         Ok(reduced)

@@ -418,6 +418,10 @@ fn check_reductions(
     let blocks: Vec<_> =
         layouts.iter().zip(&sums).map(|(layout, sum)| block_of(sum, layout, dtype.size_bytes(), rank)).collect();
     assert_eq!(comm.reduce_scatter(&tag(step, "reduce"), &parts, reduce)?, blocks, "{layouts:?}");
+    let mut seen = vec![Vec::new(); parts.len()];
+    let mut see = |part: usize, bytes: &[u8]| seen[part].extend_from_slice(bytes);
+    assert_eq!(comm.reduce_scatter_and_see(&tag(step, "reduce"), &parts, reduce, &mut see)?, blocks, "{layouts:?}");
+    assert_eq!(seen, blocks, "what is seen of {layouts:?}");
     assert_eq!(comm.all_reduce(&tag(step, "reduce"), &parts, reduce)?, sums, "{layouts:?}");
     Ok(())
 }

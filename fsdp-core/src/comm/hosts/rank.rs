@@ -397,6 +397,16 @@ impl Communicator for HostRank {
     }
 
     fn reduce_scatter(&self, tag: &OpTag, parts: &[ReducePart], reduce: Reduce) -> Result<Vec<Bytes>, CommError> {
+        self.reduce_scatter_and_see(tag, parts, reduce, &mut |_, _| ())
+    }
+
+    fn reduce_scatter_and_see(
+        &self,
+        tag: &OpTag,
+        parts: &[ReducePart],
+        reduce: Reduce,
+        see: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<Vec<Bytes>, CommError> {
         self.domain.member().check_reduce(tag, parts)?;
         let state = &mut *self.state();
         self.domain.world.check_alive()?;
@@ -405,7 +415,13 @@ impl Communicator for HostRank {
         let block = SharedTensors::block(self.domain.rank, call.tensors());
         let rounds = Rounds::begin(&self.domain, parts, state.num_rounds);
         let op = self.begin(state, &call, &[])?;
-        self.add(state, &op, rounds, parts, reduce, |fill| block.try_fill(self.domain.rank, fill))?;
+        self.add(state, &op, rounds, parts, reduce, |fill| {
+            block.try_fill(self.domain.rank, |part, elements, target| {
+                let sums = fill(part, elements, target)?;
+                see(part, sums);
+                Ok(sums)
+            })
+        })?;
         Ok(block.views())
     }
 

@@ -51,7 +51,8 @@ impl Pool {
     fn reuse(&self, size_bytes: usize) -> Option<Memory> {
         let mut evicted = Vec::new();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = state.free.iter().position(|memory| memory.layout.size() == size_bytes);
+        // The newest, which may still be in a cache.
+        let place = state.free.iter().rposition(|memory| memory.layout.size() == size_bytes);
         let found = place.and_then(|place| state.free.remove(place));
         state.free_bytes -= if found.is_some() { size_bytes } else { 0 };
         state.live_bytes += size_bytes;

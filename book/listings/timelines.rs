@@ -13,6 +13,8 @@ const UNIT: UnitTraits = UnitTraits {
     trainable: true,
     prefetch: None,
     gathered_bytes: 0,
+    gradient_bytes: 0,
+    sent_bytes: 0,
     follows: false,
 };
 

@@ -72,6 +72,10 @@ pub struct UnitTraits {
     pub prefetch: Option<usize>,
     /// Size of its gathered copy; 0 if nothing of it is gathered on use.
     pub gathered_bytes: usize,
+    /// Size of its whole gradients as they are computed, and as they are sent. Where all are 0 they count as equal.
+    pub gradient_bytes: usize,
+    /// See `gradient_bytes`.
+    pub sent_bytes: usize,
     /// It is a part of the unit before it: they count as one where units are gathered ahead and freed. See
     /// [Note: The first unit travels in parts].
     pub follows: bool,

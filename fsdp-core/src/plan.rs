@@ -335,14 +335,21 @@ impl Plan {
         plan
     }
 
-    /// What the schedule must know of each unit, with the element types of all parameters in plan order.
-    pub fn unit_traits(&self, dtypes: &[Dtype]) -> Vec<UnitTraits> {
+    /// What the schedule must know of each unit, with the element types in which parameters are computed, and gradients reduced,
+    /// of all parameters in plan order.
+    pub fn unit_traits(&self, compute: &[Dtype], reduce: &[Dtype]) -> Vec<UnitTraits> {
+        let gradient_bytes = |index: UnitIndex, dtypes: &[Dtype]| {
+            let trained = self.units[index].params.iter().filter(|&&param| self.params[param].trainable);
+            trained.map(|&param| self.params[param].layout.full_len() * dtypes[param].size_bytes()).sum()
+        };
         let traits = |index: UnitIndex| UnitTraits {
             gathered_on_use: self.unit_params(index).any(|param| !self.is_resident(param)),
             keep: self.units[index].keep,
             trainable: self.unit_params(index).any(|param| param.trainable),
             prefetch: self.units[index].overrides.prefetch,
-            gathered_bytes: self.gathered_bytes(index, dtypes),
+            gathered_bytes: self.gathered_bytes(index, compute),
+            gradient_bytes: gradient_bytes(index, compute),
+            sent_bytes: gradient_bytes(index, reduce),
             follows: self.units[index].follows,
         };
         (0..self.units.len()).map(traits).collect()

@@ -4,8 +4,10 @@
 //! executes them, a simulator can price them, a trace shows them: what is planned is what runs. It knows no tensors, no
 //! clock and no peers, so that every rank that is told the same answers the same.
 
+mod gradients;
 mod window;
 
+use gradients::{bytes_beside, room};
 use window::before;
 
 use crate::{Action, PrefetchDepth, Stage, UnitIndex, UnitState, UnitTiers, UnitTraits};
@@ -79,7 +81,9 @@ pub struct Schedule {
     reduce_order: Vec<UnitIndex>,
     next_reduce: usize,
     reduce_in_backward: bool,
-    /// Reductions that the next one in backward may have to wait for.
+    /// Bytes of whole gradients that may exist at once. See [Note: Two units of whole gradients].
+    gradient_room: usize,
+    /// Reductions that the next one in backward may have to wait for, oldest first.
     reduces_in_flight: Vec<UnitIndex>,
     /// Reductions started since the last step and not waited for.
     reduces_pending: Vec<UnitIndex>,
@@ -120,6 +124,7 @@ impl Schedule {
             reduce_order: Vec::new(),
             next_reduce: 0,
             reduce_in_backward: true,
+            gradient_room: 0,
             reduces_in_flight: Vec::new(),
             reduces_pending: Vec::new(),
             first_uses: Vec::new(),
@@ -223,6 +228,7 @@ impl Schedule {
     /// Fixes the order of reductions. All ranks must be given the same order, or their reductions would not meet; a
     /// rank on which gradients appear in another order holds them back until their turn.
     pub fn set_reduce_order(&mut self, order: Vec<UnitIndex>) {
+        self.gradient_room = room(&self.units, &order);
         self.reduce_order = order;
     }
 
@@ -238,8 +244,9 @@ impl Schedule {
     }
 
     /// Backward begins. With `reduce`, gradients are reduced in it: as they appear, at stage 1 when it ends. Without,
-    /// they stay where they are, for [`Schedule::reduce_rest`] after a later backward.
-    pub fn begin_backward(&mut self, reduce: bool) {
+    /// they stay where they are, for [`Schedule::reduce_rest`] after a later backward. What an earlier backward has left to be
+    /// reduced makes room for the gradients that come.
+    pub fn begin_backward(&mut self, reduce: bool) -> Vec<Action> {
         self.reduce_in_backward = reduce;
         // Empty at the second of two backwards after two forwards.
         if !self.recording.is_empty() && self.recording != self.forward_order {
@@ -252,6 +259,11 @@ impl Schedule {
         self.units.iter_mut().for_each(|unit| unit.gradients_ready = false);
         self.current = None;
         self.pass = Pass::Backward { cursor: 0 };
+        let mut actions = Vec::new();
+        if self.stage != Stage::OptimizerState {
+            self.make_room(None, &mut actions);
+        }
+        actions
     }
 
     /// A parameter of `unit` is needed in backward.
@@ -367,7 +379,8 @@ impl Schedule {
 
     /// An optimizer step over all trainable units, in the order in which their gradients arrive; where all are here
     /// already, those first that the next forward starts with. Every gathered copy is dropped, since it would be out of
-    /// date, and what forward starts with is gathered again as soon as it is updated.
+    /// date, and what forward starts with is gathered again as soon as it is updated, in the order of forward: what is needed
+    /// first never comes behind the rest.
     pub fn step(&mut self) -> Vec<Action> {
         let mut actions = self.forget_gathered();
         let first_units = self.first_units();
@@ -378,7 +391,9 @@ impl Schedule {
             order.sort_by_key(|unit| place(unit).unwrap_or(usize::MAX));
         }
         // What is not stepped is up to date already.
-        self.gather_ahead(first_units.iter().filter(|unit| !order.contains(unit)), &mut actions);
+        let mut updated: Vec<_> = first_units.iter().copied().filter(|unit| !order.contains(unit)).collect();
+        let up_to_date = |updated: &[UnitIndex]| first_units.iter().take_while(|first| updated.contains(first)).count();
+        self.gather_ahead(&first_units[..up_to_date(&updated)], &mut actions);
         let publish = matches!(self.stage, Stage::OptimizerState | Stage::Gradients);
         let mut published = None;
         for (index, &unit) in order.iter().enumerate() {
@@ -393,10 +408,14 @@ impl Schedule {
             let next = order.get(index + 1).filter(|&&next| self.units[next].tiers.any());
             actions.extend(next.map(|&next| Action::FetchState(next)));
             actions.push(Action::Step(unit));
-            // The new blocks are here; they have not gone back to their tier yet.
-            self.units[unit].fetched = true;
-            self.gather_ahead(first_units.iter().filter(|&&first| first == unit), &mut actions);
-            self.units[unit].fetched = false;
+            updated.push(unit);
+            if self.units[unit].tiers.blocks {
+                // The new blocks are here; they have not gone back to their tier yet.
+                self.units[unit].fetched = true;
+                self.gather_ahead(first_units.iter().filter(|&&first| first == unit), &mut actions);
+                self.units[unit].fetched = false;
+            }
+            self.gather_ahead(&first_units[..up_to_date(&updated)], &mut actions);
             if has_tiers {
                 // At most one unit is being written: the older one's memory is free by now.
                 actions.extend(self.writing_back.replace(unit).map(Action::WaitWriteBack));
@@ -524,25 +543,38 @@ impl Schedule {
         }
     }
 
-    /// Starts a reduction. In backward the one before it must be done, with the last part of a unit that of the unit before:
-    /// so that at most two units of full gradients exist, the one being reduced and the one being computed. And so must be
-    /// the unit's own of an earlier backward.
+    /// Starts a reduction; in backward, where there is room. The unit's own of an earlier backward must be done.
     fn reduce(&mut self, unit: UnitIndex, in_backward: bool, actions: &mut Vec<Action>) {
-        let is_complete = !self.reduce_order[self.next_reduce + 1..].iter().any(|&later| self.are_parts(later, unit));
-        let in_flight = std::mem::take(&mut self.reduces_in_flight);
-        let stays = |&other: &UnitIndex| in_backward && (!is_complete || self.are_parts(other, unit));
-        let (staying, previous): (Vec<_>, Vec<_>) = in_flight.into_iter().partition(stays);
-        self.reduces_in_flight = staying;
-        self.reduces_in_flight.push(unit);
-        for waited in previous.into_iter().filter(|_| in_backward).chain([unit]) {
-            if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == waited) {
-                self.reduces_pending.remove(at);
-                self.wait_reduce(waited, actions);
-            }
+        self.next_reduce += 1;
+        if self.reduces_in_flight.contains(&unit) {
+            self.reduces_in_flight.retain(|&other| other != unit);
+            self.wait_if_pending(unit, actions);
+        }
+        if in_backward {
+            self.make_room(Some(unit), actions);
         }
         actions.push(Action::Reduce(unit));
+        self.reduces_in_flight.push(unit);
         self.reduces_pending.push(unit);
-        self.next_reduce += 1;
+    }
+
+    /// Waits for the oldest reductions as [Note: Two units of whole gradients] says.
+    fn make_room(&mut self, joining: Option<UnitIndex>, actions: &mut Vec<Action>) {
+        let needs_room = |schedule: &Self| {
+            let later = &schedule.reduce_order[schedule.next_reduce..];
+            bytes_beside(&schedule.units, &schedule.reduces_in_flight, joining, later) > schedule.gradient_room
+        };
+        while !self.reduces_in_flight.is_empty() && needs_room(self) {
+            let oldest = self.reduces_in_flight.remove(0);
+            self.wait_if_pending(oldest, actions);
+        }
+    }
+
+    fn wait_if_pending(&mut self, unit: UnitIndex, actions: &mut Vec<Action>) {
+        if let Some(at) = self.reduces_pending.iter().position(|&pending| pending == unit) {
+            self.reduces_pending.remove(at);
+            self.wait_reduce(unit, actions);
+        }
     }
 }
 

@@ -180,7 +180,8 @@ impl Engine {
             }
         }
         let last = state.backwards + 1 >= self.settings.accumulation;
-        state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
+        let actions = state.schedule.begin_backward(self.settings.accumulate == Accumulate::Reduced || last);
+        self.run(state, actions)?;
         state.in_backward = true;
         state.entered = 0;
         state.last_entered = None;

@@ -200,7 +200,8 @@ impl Engine {
         offload: Offload,
         trace: Option<Arc<Trace>>,
     ) -> Self {
-        let mut schedule = Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute), settings.depth);
+        let mut schedule =
+            Schedule::new(plan.stage(), &plan.unit_traits(&dtypes.compute, &dtypes.reduce), settings.depth);
         schedule.set_tiers(&offload.unit_tiers(&plan));
         schedule.set_reshards(links.regather.is_some());
         let num_params = plan.params().len();

@@ -27,7 +27,7 @@ impl Engine {
         }
         self.generation.fetch_add(1, Ordering::Relaxed);
         // Reductions are in another order from now on, which all ranks agree on in the next backward.
-        let units = plan.unit_traits(&self.dtypes.compute);
+        let units = plan.unit_traits(&self.dtypes.compute, &self.dtypes.reduce);
         let mut schedule = Schedule::new(plan.stage(), &units, self.settings.depth);
         schedule.set_tiers(&self.offload.unit_tiers(plan));
         schedule.set_reshards(self.links.regather.is_some());

@@ -30,7 +30,8 @@ fn at_depth(depth: usize, max_bytes: Option<usize>) -> PrefetchConfig {
 /// What the schedule says of one step of [`Mlp`], once its orders are known: the units of gathers and of reductions.
 fn scheduled(plan: &Plan, depth: usize) -> [Vec<String>; 2] {
     let depth = PrefetchDepth { forward: depth, backward: depth, max_bytes: None };
-    let traits = plan.unit_traits(&vec![Dtype::F32; plan.params().len()]);
+    let dtypes = vec![Dtype::F32; plan.params().len()];
+    let traits = plan.unit_traits(&dtypes, &dtypes);
     let mut schedule = Schedule::new(Stage::Parameters, &traits, depth);
     let units = 0..plan.units().len();
     let mut ahead = Vec::new();

@@ -340,9 +340,16 @@ impl Job {
             true => self.precision.element_bytes() as usize * unit.traffic(self.num_shards()).full_len as usize,
             false => 0,
         };
-        let trainable = unit.trainable_len() > 0;
-        let (keep, prefetch, follows) = (unit.keep, unit.prefetch, unit.follows);
-        UnitTraits { gathered_on_use, keep, trainable, prefetch, gathered_bytes, follows }
+        UnitTraits {
+            gathered_on_use,
+            keep: unit.keep,
+            trainable: unit.trainable_len() > 0,
+            prefetch: unit.prefetch,
+            gathered_bytes,
+            gradient_bytes: (self.precision.element_bytes() * unit.trainable_len()) as usize,
+            sent_bytes: (self.reduce_bytes * unit.trainable_len()) as usize,
+            follows: unit.follows,
+        }
     }
 
     fn unit_work(&self, stage: Stage, in_place: bool, unit: &UnitShape) -> UnitWork {

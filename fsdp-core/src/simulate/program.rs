@@ -167,8 +167,9 @@ fn step(
             schedule.set_first_uses(uses);
         }
         let last = micro_batch + 1 == rules.num_micro_batches;
-        schedule.begin_backward(rules.accumulate == Accumulate::Reduced || last);
+        let begun = schedule.begin_backward(rules.accumulate == Accumulate::Reduced || last);
         instructions.push(Instruction::BeginBackward);
+        instructions.extend(begun.into_iter().map(Instruction::Act));
         for (&BackwardUse { unit, reads }, &completes) in uses.backward.iter().zip(&completes) {
             if reads {
                 let actions = schedule.backward(unit);

@@ -11,6 +11,8 @@ const UNIT: UnitTraits = UnitTraits {
     trainable: true,
     prefetch: None,
     gathered_bytes: 100,
+    gradient_bytes: 100,
+    sent_bytes: 100,
     follows: false,
 };
 const KEPT: UnitTraits = UnitTraits { keep: true, ..UNIT };
@@ -95,7 +97,7 @@ fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
         forward,
         [Gather(0), WaitGather(0), Free(0), Gather(1), WaitGather(1), Free(1), Gather(2), WaitGather(2)]
     );
-    // The last unit of forward is still here. A reduction waits for the one before it.
+    // The last unit of forward is still here. A reduction waits for the one before it where another follows.
     assert_eq!(
         backward,
         [
@@ -109,11 +111,10 @@ fn without_prefetch_each_unit_is_gathered_when_it_is_needed() {
             Gather(0),
             WaitGather(0),
             Free(0),
-            WaitReduce(1),
             Reduce(0)
         ]
     );
-    assert_eq!(step, [Step(2), Step(1), WaitReduce(0), Step(0)]);
+    assert_eq!(step, [Step(2), WaitReduce(1), Step(1), WaitReduce(0), Step(0)]);
 }
 
 #[test]
@@ -187,7 +188,6 @@ fn prefetching_one_unit_gathers_it_while_the_one_before_computes() {
             Reduce(1),
             WaitGather(0),
             Free(0),
-            WaitReduce(1),
             Reduce(0)
         ]
     );
@@ -293,12 +293,13 @@ fn a_step_gathers_what_the_next_forward_starts_with_as_soon_as_it_is_updated() {
     let mut schedule = schedule(&[KEPT, KEPT, UNIT, UNIT, UNIT], 1);
     schedule.set_first_uses(vec![0, 1, 2, 3, 4]);
     let [forward, _, step] = third_step(&mut schedule, &[0, 1, 2, 3, 4]);
-    // One block in use and one ahead, and what is kept on the way there.
+    // One block in use and one ahead, and what is kept on the way there: in the order of forward, so that what it starts with
+    // does not come behind the rest.
     assert_eq!(
         step,
         [
-            [Step(4), Step(3), Gather(3), Step(2), Gather(2), Step(1), Gather(1)].as_slice(),
-            &[WaitReduce(0), Step(0), Gather(0)]
+            [Step(4), Step(3), Step(2), WaitReduce(1), Step(1), WaitReduce(0), Step(0)].as_slice(),
+            &[Gather(0), Gather(1), Gather(2), Gather(3)]
         ]
         .concat()
     );
@@ -329,7 +330,7 @@ fn a_step_gathers_nothing_ahead_without_prefetch_or_above_the_limit() {
     limited.set_first_uses(vec![0, 1, 2]);
     let [.., step] = third_step(&mut limited, &[0, 1, 2]);
     let gathers: Vec<_> = step.into_iter().filter(|action| matches!(action, Gather(_))).collect();
-    assert_eq!(gathers, [Gather(1), Gather(0)]);
+    assert_eq!(gathers, [Gather(0), Gather(1)]);
 }
 
 #[test]
@@ -379,7 +380,7 @@ fn a_unit_used_twice_is_reduced_once_after_its_last_gradient() {
     let order = [0, 1, 0, 1];
     let [_, backward, _] = third_step(&mut schedule, &order);
     // Unit 1 stays between its two backwards, because a gradient is still to come.
-    assert_eq!(backward, [Gather(0), WaitGather(0), Free(1), Reduce(1), Free(0), WaitReduce(1), Reduce(0)]);
+    assert_eq!(backward, [Gather(0), WaitGather(0), Free(1), Reduce(1), Free(0), Reduce(0)]);
 }
 
 #[test]
@@ -459,17 +460,16 @@ fn stage_1_reduces_when_backward_ends_and_stage_2_as_gradients_appear() {
         schedule.begin_backward(true);
         let during = [schedule.gradient(1), schedule.gradient(0)].concat();
         let end = schedule.end_backward();
-        // At the end all gradients exist already, so that no reduction has to wait for another.
+        // Of two neighbours the gradients may exist at once, so that no reduction has to wait for another.
         let (expected_during, expected_end) = match at_the_end {
             true => (vec![], vec![Reduce(1), Reduce(0)]),
-            false => (vec![Reduce(1), WaitReduce(1), Reduce(0)], vec![]),
+            false => (vec![Reduce(1), Reduce(0)], vec![]),
         };
         assert_eq!((during, end), (expected_during, expected_end));
-        let publish = [Publish(1), WaitReduce(0), Step(0), Publish(0), WaitPublish(1), WaitPublish(0)];
+        let [first, second] = [WaitReduce(1), WaitReduce(0)];
         let expected = match stage {
-            Stage::Ddp => vec![Step(1), WaitReduce(0), Step(0)],
-            Stage::OptimizerState => [&[WaitReduce(1), Step(1)][..], &publish].concat(),
-            _ => [&[Step(1)][..], &publish].concat(),
+            Stage::Ddp => vec![first, Step(1), second, Step(0)],
+            _ => vec![first, Step(1), Publish(1), second, Step(0), Publish(0), WaitPublish(1), WaitPublish(0)],
         };
         assert_eq!(schedule.step(), expected);
     }
@@ -483,7 +483,7 @@ fn gradients_that_come_out_of_order_wait_for_their_turn() {
     schedule.begin_backward(true);
     assert_eq!(schedule.gradient(0), []);
     assert_eq!(schedule.gradient(2), [Free(2), Reduce(2)]);
-    assert_eq!(schedule.gradient(1), [WaitReduce(2), Reduce(1), WaitReduce(1), Reduce(0)]);
+    assert_eq!(schedule.gradient(1), [WaitReduce(2), Reduce(1), Reduce(0)]);
 }
 
 /// Without this a unit would be reduced before the last micro-batch has added its gradients.
@@ -497,7 +497,7 @@ fn a_backward_without_reduction_leaves_nothing_ready_for_the_next() {
     forward(&mut schedule, &[0, 1]);
     schedule.begin_backward(true);
     assert_eq!(schedule.gradient(1), [Reduce(1)]);
-    assert_eq!(schedule.gradient(0), [WaitReduce(1), Reduce(0)]);
+    assert_eq!(schedule.gradient(0), [Reduce(0)]);
 }
 
 #[test]
@@ -548,19 +548,51 @@ fn a_part_is_reduced_and_stepped_while_the_next_one_computes() {
     schedule.set_first_uses(vec![0, 1, 2, 3]);
     let order = [0, 1, 2, 3];
     let [_, backward, step] = third_step(&mut schedule, &order);
-    let communication: Vec<_> =
-        backward.into_iter().filter(|action| matches!(action, Reduce(_) | WaitReduce(_))).collect();
     // The unit before them may be under way until the whole block is complete: two units of gradients, as without parts.
-    assert_eq!(communication, [Reduce(3), Reduce(2), Reduce(1), WaitReduce(3), Reduce(0)]);
-    let last: Vec<_> = [2, 1, 0].into_iter().flat_map(|part| [WaitReduce(part), Step(part), Gather(part)]).collect();
-    assert_eq!(step, [&[Step(3), Gather(3)], &last[..]].concat());
+    assert_eq!(reductions(backward), [Reduce(3), Reduce(2), Reduce(1), Reduce(0)]);
+    let steps = [3, 2, 1, 0].into_iter().flat_map(|unit| [WaitReduce(unit), Step(unit)]);
+    assert_eq!(step, steps.chain([Gather(0), Gather(1), Gather(2), Gather(3)]).collect::<Vec<_>>());
 }
 
 #[test]
-fn a_unit_after_parts_waits_for_all_of_them() {
-    let mut schedule = schedule(&[UNIT, UNIT, PART], 0);
-    let [_, backward, _] = third_step(&mut schedule, &[0, 1, 2]);
-    let communication: Vec<_> =
-        backward.into_iter().filter(|action| matches!(action, Reduce(_) | WaitReduce(_))).collect();
-    assert_eq!(communication, [Reduce(2), Reduce(1), WaitReduce(2), WaitReduce(1), Reduce(0)]);
+fn a_backward_begins_when_there_is_room_beside_what_the_last_one_has_left() {
+    let order = [0, 1, 2];
+    let again = |stage| {
+        let mut schedule = Schedule::new(stage, &[RESIDENT; 3], PrefetchDepth::default());
+        forward(&mut schedule, &order);
+        backward(&mut schedule, &order);
+        forward(&mut schedule, &order);
+        schedule.begin_backward(true)
+    };
+    assert_eq!(again(Stage::Gradients), [WaitReduce(1)]);
+    assert_eq!(again(Stage::OptimizerState), [], "it holds all whole gradients anyway");
+}
+
+fn reductions(actions: Vec<Action>) -> Vec<Action> {
+    actions.into_iter().filter(|action| matches!(action, Reduce(_) | WaitReduce(_))).collect()
+}
+
+/// See [Note: Two units of whole gradients].
+#[test]
+fn a_reduction_waits_for_those_before_it_until_the_next_gradients_fit_beside_them() {
+    let sized = |bytes| UnitTraits { gradient_bytes: bytes, sent_bytes: bytes, ..UNIT };
+    let part = |bytes| UnitTraits { follows: true, ..sized(bytes) };
+    let of = |units: &[UnitTraits]| {
+        let order: Vec<_> = (0..units.len()).collect();
+        reductions(third_step(&mut schedule(units, 0), &order)[1].clone())
+    };
+    // A block of two parts, in room for two blocks: none of it goes before the next block is computed.
+    let of_parts = of(&[sized(100), sized(60), part(40), sized(100)]);
+    assert_eq!(of_parts, [Reduce(3), Reduce(2), WaitReduce(3), Reduce(1), Reduce(0)]);
+    // Small units go behind a large one; no more is computed after the last.
+    assert_eq!(
+        of(&[sized(30), sized(10), sized(100), sized(100)]),
+        [Reduce(3), WaitReduce(3), Reduce(2), Reduce(1), Reduce(0)]
+    );
+    // In pairs: 20 in flight and 90 to come would be more than the 100 that 90 and 10 need.
+    let of_small = of(&[sized(90), sized(10), sized(10), sized(10)]);
+    assert_eq!(of_small, [Reduce(3), Reduce(2), WaitReduce(3), WaitReduce(2), Reduce(1), Reduce(0)]);
+    // What is sent in a larger type than it is computed in.
+    let half = UnitTraits { gradient_bytes: 50, sent_bytes: 100, ..UNIT };
+    assert_eq!(of(&[half; 3]), [Reduce(2), WaitReduce(2), Reduce(1), WaitReduce(1), Reduce(0)]);
 }

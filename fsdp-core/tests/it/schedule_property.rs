@@ -45,8 +45,7 @@ struct Checker {
     reducing: [bool; NUM_UNITS],
     publishing: [bool; NUM_UNITS],
     in_backward: bool,
-    /// The last reduction that backward has started.
-    last_reduced: Option<UnitIndex>,
+    units: Vec<UnitTraits>,
     /// Unit 0 and those after it are parts of one whole, as many as this.
     num_following: usize,
 }
@@ -84,14 +83,8 @@ impl Checker {
                 }
                 Reduce(unit) => {
                     assert!(!self.reducing[unit], "{unit} is reduced twice at once");
-                    // In backward, the reduction before must be done, unless one of both is a part. What an earlier backward
-                    // left when it ended may be under way still.
-                    let is_part = |unit| self.num_following > 0 && self.whole(unit) == 0;
-                    let is_done = |last: UnitIndex| !self.reducing[last] || is_part(last) && is_part(unit);
-                    let is_last_part = unit == 0 || !is_part(unit);
-                    assert!(!is_last_part || self.last_reduced.is_none_or(is_done), "two reductions at once");
-                    self.last_reduced = self.in_backward.then_some(unit);
                     self.reducing[unit] = true;
+                    self.assert_room(unit);
                 }
                 WaitReduce(unit) => assert!(std::mem::take(&mut self.reducing[unit]), "{unit} is not being reduced"),
                 Step(unit) => assert!(!self.reducing[unit], "{unit} is stepped before its reduction"),
@@ -103,6 +96,38 @@ impl Checker {
                 other => panic!("nothing lies in a tier, but: {other:?}"),
             }
         }
+    }
+
+    /// In backward, gradients that are being reduced and those that are computed next are no more than those of two neighbours
+    /// in the order of reductions.
+    fn assert_room(&self, unit: UnitIndex) {
+        let is_alone = self.reducing.iter().filter(|&&reducing| reducing).count() == 1;
+        if !self.in_backward || is_alone {
+            return;
+        }
+        let trained = |of: &dyn Fn(UnitIndex) -> bool, size: fn(&UnitTraits) -> usize| -> usize {
+            (0..NUM_UNITS)
+                .filter(|&other| self.units[other].trainable && of(other))
+                .map(|other| size(&self.units[other]))
+                .sum()
+        };
+        let computed = |of: &dyn Fn(UnitIndex) -> bool| trained(of, |unit| unit.gradient_bytes);
+        let wholes: Vec<_> = (0..NUM_UNITS)
+            .filter(|&unit| self.whole(unit) == unit && self.units[unit].trainable)
+            .map(|whole| {
+                [
+                    trained(&|unit| self.whole(unit) == whole, |unit| unit.sent_bytes),
+                    computed(&|unit| self.whole(unit) == whole),
+                ]
+            })
+            .collect();
+        let of_two = wholes.windows(2).map(|pair| pair[1][0] + pair[0][1]);
+        let most = of_two.chain(wholes.last().map(|last| last[1])).max().unwrap_or(0);
+        let next = (0..unit).rev().find(|&next| self.units[next].trainable).map(|next| self.whole(next));
+        // Of what is computed at the time, parts may be on their way already.
+        let computed = computed(&|other| (other < unit || self.reducing[other]) && Some(self.whole(other)) == next);
+        let sent = trained(&|other| self.reducing[other] && Some(self.whole(other)) != next, |unit| unit.sent_bytes);
+        assert!(sent + computed <= most, "{sent} bytes sent beside {computed} in the room of {most}");
     }
 
     /// What the next forward starts with: kept units, those that take a place in the window, and the first one.
@@ -130,20 +155,25 @@ proptest! {
         first_uses in Just((0..NUM_UNITS).collect::<Vec<_>>()).prop_shuffle(),
         (stage, reshards) in (0..4usize, any::<bool>()),
         num_following in 0..NUM_UNITS,
+        sizes in proptest::collection::vec((1..5usize, 1..5usize), NUM_UNITS),
     ) {
         let stage = Stage::ALL[stage];
         let unit = |&(keep, trainable, prefetch): &(bool, bool, Option<usize>)| UnitTraits {
-            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100, follows: false,
+            gathered_on_use: stage.shards_parameters(), keep, trainable, prefetch, gathered_bytes: 100,
+            ..UnitTraits::default()
         };
         let mut units: Vec<UnitTraits> = traits.iter().map(unit).collect();
         // The parts of one whole are alike.
         let first = units[0];
         units[1..=num_following].fill(UnitTraits { follows: true, ..first });
+        for (unit, &(gradient_bytes, sent_bytes)) in units.iter_mut().zip(&sizes) {
+            *unit = UnitTraits { gradient_bytes, sent_bytes, ..*unit };
+        }
         let mut schedule = Schedule::new(stage, &units, PrefetchDepth { forward, backward, max_bytes });
         schedule.set_reshards(reshards);
         schedule.set_reduce_order((0..NUM_UNITS).rev().filter(|&unit| units[unit].trainable).collect());
         schedule.set_first_uses(first_uses);
-        let mut checker = Checker { num_following, ..Checker::default() };
+        let mut checker = Checker { num_following, units: units.clone(), ..Checker::default() };
         let mut in_backward = false;
         for call in calls {
             let mut needed = None;
@@ -163,8 +193,7 @@ proptest! {
                 }
                 Call::BeginBackward(reduce) if !in_backward => {
                     in_backward = true;
-                    schedule.begin_backward(reduce);
-                    Vec::new()
+                    schedule.begin_backward(reduce)
                 }
                 Call::Backward(unit) if in_backward => {
                     needed = Some(unit);
@@ -180,9 +209,6 @@ proptest! {
                 _ => continue,
             };
             checker.in_backward = in_backward;
-            if !in_backward {
-                checker.last_reduced = None;
-            }
             checker.run(actions);
             if let Some(unit) = needed.filter(|_| stage.shards_parameters()) {
                 prop_assert!(checker.gathered[unit], "unit {} is not there after {:?}", unit, call);
@@ -204,7 +230,7 @@ proptest! {
             }
         }
         if in_backward {
-            (checker.in_backward, checker.last_reduced) = (false, None);
+            checker.in_backward = false;
             checker.run(schedule.end_backward());
         }
         checker.run(schedule.step());

@@ -11,6 +11,8 @@ const UNIT: UnitTraits = UnitTraits {
     trainable: true,
     prefetch: None,
     gathered_bytes: 100,
+    gradient_bytes: 100,
+    sent_bytes: 100,
     follows: false,
 };
 const ALL: UnitTiers = UnitTiers { blocks: true, gradients: true, state: true };

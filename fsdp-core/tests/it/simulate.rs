@@ -32,7 +32,7 @@ fn engine_step(schedule: &mut Schedule, units: &[UnitTraits], rules: &StepRules,
             schedule.set_first_uses(first);
         }
         let is_last = micro_batch + 1 == rules.num_micro_batches;
-        schedule.begin_backward(rules.accumulate == Accumulate::Reduced || is_last);
+        actions.extend(schedule.begin_backward(rules.accumulate == Accumulate::Reduced || is_last));
         for &unit in uses.iter().rev() {
             actions.extend(schedule.backward(unit));
             actions.extend(schedule.gradient(unit));
@@ -55,6 +55,8 @@ fn any_unit() -> impl Strategy<Value = UnitTraits> {
             trainable,
             prefetch,
             gathered_bytes: if gathered_on_use { 100 * size } else { 0 },
+            gradient_bytes: 100 * size,
+            sent_bytes: 200 * size,
             follows,
         },
     )
@@ -135,9 +137,9 @@ fn the_order_of_a_step_with_two_units_is_the_one_that_is_drawn() {
             act(WaitGather(0)),
             Instruction::Backward(0),
             act(Free(0)),
-            act(WaitReduce(1)),
             act(Reduce(0)),
             Instruction::BeginStep,
+            act(WaitReduce(1)),
             act(WaitReduce(0)),
             Instruction::Norm,
             act(Step(0)),
@@ -328,18 +330,18 @@ fn a_step_moves_what_lies_in_tiers_and_no_byte_more() {
     let (block, state) = (4 * 2_000_000, 8 * 2_000_000);
     let job = Job { needs_norm: false, ..offloaded(1e9) };
     // Blocks are read for each gather and for the step; a gather of the next forward takes the updated ones from memory. Of
-    // gradients those that are waited for in backward lie on the disk: all but those of the unit that is reduced last.
+    // gradients those that are waited for in backward lie on the disk: all but those of the two units that are reduced last.
     let unit = block / 8;
     let (read, written) = moved(&job, Stage::Parameters);
-    assert_eq!(written, block + state + block - unit);
+    assert_eq!(written, block + state + block - 2 * unit);
     let gathers = 8 + 7 - 2; // once in forward, again in backward but for the last; two are gathered by the step
-    assert_eq!(read, gathers * unit + block + state + block - unit);
+    assert_eq!(read, gathers * unit + block + state + block - 2 * unit);
     // With a norm, every gradient is written, and read once more.
     let with_norm = Job { needs_norm: true, ..job.clone() };
     let (more_read, more_written) = moved(&with_norm, Stage::Parameters);
-    assert_eq!((more_read - read, more_written - written), (block + unit, unit));
+    assert_eq!((more_read - read, more_written - written), (block + 2 * unit, 2 * unit));
     // Below stage 3 there are no blocks of parameters.
-    assert_eq!(moved(&job, Stage::Gradients), (state + block - unit, state + block - unit));
+    assert_eq!(moved(&job, Stage::Gradients), (state + block - 2 * unit, state + block - 2 * unit));
 }
 
 #[test]

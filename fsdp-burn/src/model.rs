@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Device, FloatDType, GradientCheckpointingStrategy, Gradients, Tensor, TensorData};
 use fsdp_core::{
-    Activations, Axis, Buffers, Communicator, Config, Dtype, MemoryEstimate, NonFinite, OpTag, OptimizerKind, Phase,
-    Plan, PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
+    Activations, Axis, Buffers, Communicator, Config, Dtype, MemoryEstimate, OpTag, OptimizerKind, Phase, Plan,
+    PlanMemory, PlannedParam, PrefetchDepth, Reduce, ReducePart, ShardLayout, Stage, TierShares, UnitOverrides,
 };
 
 use crate::block::Home;
@@ -133,8 +133,7 @@ impl<M: Module + Sharded> ShardedModel<M> {
             accumulate: training.accumulate,
             accumulation: training.gradient_accumulation,
             precision: config.precision.clone(),
-            sees_squares: training.gradient_norm_order == 2.0
-                && (training.gradient_clip_norm.is_some() || training.non_finite != NonFinite::Propagate),
+            sees_squares: training.gradient_norm_order == 2.0 && training.needs_norm(),
         };
         let dtypes = Dtypes::new(&plan, distributed.dtypes, &config.precision);
         buffers::check_precision(&entries, &managed, &dtypes.compute)?;

@@ -130,6 +130,13 @@ pub struct TrainingConfig {
     pub buffers: Buffers,
 }
 
+impl TrainingConfig {
+    /// Whether every step asks for the norm of all gradients: to clip by it, or to find what is not finite.
+    pub fn needs_norm(&self) -> bool {
+        self.gradient_clip_norm.is_some() || self.non_finite != NonFinite::Propagate
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::simulate::{Move, Scope, StepRules, UnitWork, Uses, Wire, Workload};
 use crate::{
     Accumulate, Activations, Axis, ComputePrecision, Config, Link, LossScale, MemoryEstimate, MemoryModel, Mesh,
-    ModelShape, Network, NonFinite, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage,
-    StepTraffic, TierRate, UnitShape, UnitTraits,
+    ModelShape, Network, OffloadConfig, OptimizerKind, Placement, PrefetchDepth, ShardLayout, Stage, StepTraffic,
+    TierRate, UnitShape, UnitTraits,
 };
 
 /// What the ranks compute and communicate with.
@@ -212,9 +212,7 @@ impl Job {
             depth: (&config.prefetch).into(),
             num_micro_batches: config.training.gradient_accumulation,
             accumulate: config.training.accumulate,
-            needs_norm: config.training.gradient_clip_norm.is_some()
-                || config.training.non_finite != NonFinite::Propagate
-                || scales,
+            needs_norm: config.training.needs_norm() || scales,
             precision: if is_half { ComputePrecision::Mixed16 } else { ComputePrecision::F32 },
             reduce_bytes: config.precision.reduce.size_bytes() as u64,
             optimizer: OptimizerKind::default(),
